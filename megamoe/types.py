@@ -1,0 +1,97 @@
+"""The values that pass between router, exchange and experts. All are frozen; tensors in them are not copied.
+
+Symbols: T tokens of this call on this rank, K top_k, E experts, R expert-parallel ranks, e = E/R local experts,
+H hidden_size, I intermediate_size, P rows of the expert-sorted pool (each expert padded to a multiple of ALIGN rows).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts each token uses.
+
+    Attributes:
+        topk_index: int64 ``[T, K]``, expert ids. An id outside ``[0, E)`` (by convention -1) means "no expert": it is
+            not sent, not counted and adds nothing. The same id twice in a row adds that expert twice.
+        topk_weights: floating ``[T, K]``, differentiable.
+    """
+
+    topk_index: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Where each local expert's rows lie in the pool.
+
+    Attributes:
+        counts: int64 ``[e]``, rows of each expert.
+        starts: int64 ``[e]``, first row of each expert, a multiple of ALIGN. Rows between an expert's last row and the
+            next expert's start, and after the last expert, are padding: zero in dispatched rows, not read in results.
+        num_rows: P, rows of the pool.
+    """
+
+    counts: torch.Tensor
+    starts: torch.Tensor
+    num_rows: int
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """int64 ``[e]``: one past the last row of each expert (the "psum" form)."""
+        return self.starts + self.counts
+
+    def spans(self) -> list[tuple[int, int]]:
+        """``(start, end)`` of each expert on the host; waits for the device that holds the layout."""
+        return list(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class DispatchHandle:
+    """What ``combine`` and the backward pass need to send rows back; opaque outside its exchange.
+
+    Attributes:
+        num_tokens: T of the dispatch.
+        layout: the layout of the dispatched rows.
+    """
+
+    num_tokens: int
+    layout: ExpertLayout
+
+
+@dataclass(frozen=True)
+class DispatchedRows:
+    """The result of ``Exchange.dispatch``.
+
+    Attributes:
+        rows: ``[P, H]``, this rank's rows, ordered by (expert, source rank, token, slot); padding is zero.
+        row_weights: ``[P]``, the routing weight of each row; padding is zero.
+        handle: pass it to ``Exchange.combine``.
+    """
+
+    rows: torch.Tensor
+    row_weights: torch.Tensor
+    handle: DispatchHandle
+
+    @property
+    def layout(self) -> ExpertLayout:
+        return self.handle.layout
+
+
+@dataclass(frozen=True)
+class Fp8Tensor:
+    """An e4m3 tensor with one FP32 scale per block: value = code * scale of its block.
+
+    Attributes:
+        codes: float8_e4m3fn ``[..., M, N]``.
+        scales: float32 ``[..., ceil(M / block[0]), ceil(N / block[1])]``.
+        block: rows and columns that share a scale: (1, 128), (128, 128) or (128, 1).
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    block: tuple[int, int]
