@@ -1,0 +1,147 @@
+"""The exchange protocol: tokens to the ranks of their experts and back, differentiable.
+
+A transport (one class) implements six data movements over a handle; ``dispatch`` and ``combine`` here turn them into
+autograd operations. The backward pass of each is the other, over the same handle: nothing is routed or counted again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megamoe.kernels.layout import invert_rows, layout_pairs
+from megamoe.kernels.reference import combine_slots, permute
+from megamoe.types import DispatchedRows, DispatchHandle, Routing
+
+
+class Exchange(ABC):
+    """Moves rows between tokens and experts. Holds no parameters; every rank of the group takes part in every call.
+
+    Attributes:
+        num_experts: E, over all ranks.
+        num_local_experts: e, on this rank.
+    """
+
+    num_experts: int
+    num_local_experts: int
+
+    def dispatch(self, hidden_states: torch.Tensor, routing: Routing, dtype: torch.dtype) -> DispatchedRows:
+        """Sends each token to the experts of its routing.
+
+        Args:
+            hidden_states: ``[T, H]``; T may differ from rank to rank and may be 0.
+            routing: of these tokens.
+            dtype: dtype in which the rows travel and arrive. The gradient of ``hidden_states`` is summed in fp32.
+
+        Raises:
+            ExchangeError: a collective failed, or a rank did not come within the group's timeout.
+        """
+        handle = self.plan(routing)
+        rows, row_weights = _Dispatch.apply(hidden_states, routing.topk_weights, self, handle, dtype)
+        return DispatchedRows(rows, row_weights, handle)
+
+    def combine(self, rows: torch.Tensor, handle: DispatchHandle, out_dtype: torch.dtype) -> torch.Tensor:
+        """``[T, H]`` of ``rows [P, H]``: each token's rows summed in fp32 in ascending slot order, rounded once.
+
+        Raises:
+            ExchangeError: as for ``dispatch``.
+        """
+        return _Combine.apply(rows, self, handle, out_dtype)
+
+    @abstractmethod
+    def plan(self, routing: Routing) -> DispatchHandle:
+        """Works out who sends what to whom."""
+
+    @abstractmethod
+    def send_rows(self, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """``[P, H]`` pool rows of ``[T, H]`` tokens; padding rows are zero."""
+
+    @abstractmethod
+    def return_rows(self, rows: torch.Tensor, handle: DispatchHandle, out_dtype: torch.dtype) -> torch.Tensor:
+        """``[T, H]`` sums over slots of ``[P, H]`` pool rows."""
+
+    @abstractmethod
+    def send_weights(self, topk_weights: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """``[P]`` pool weights of ``[T, K]`` routing weights; padding is zero."""
+
+    @abstractmethod
+    def return_weights(self, row_weights: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """``[T, K]`` of ``[P]``; zero for slots without an expert."""
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, topk_weights, exchange, handle, dtype):
+        ctx.exchange, ctx.handle = exchange, handle
+        ctx.token_dtype, ctx.weight_dtype = tokens.dtype, topk_weights.dtype
+        return exchange.send_rows(tokens.to(dtype), handle), exchange.send_weights(topk_weights, handle)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_rows, grad_row_weights):
+        # Which gradients are needed follows from the model alone, never from data: all ranks agree on the collectives.
+        grad_tokens = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_tokens = ctx.exchange.return_rows(grad_rows, ctx.handle, ctx.token_dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weights = ctx.exchange.return_weights(grad_row_weights, ctx.handle).to(ctx.weight_dtype)
+        return grad_tokens, grad_weights, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, exchange, handle, out_dtype):
+        ctx.exchange, ctx.handle, ctx.row_dtype = exchange, handle, rows.dtype
+        return exchange.return_rows(rows, handle, out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_tokens):
+        return ctx.exchange.send_rows(grad_tokens.to(ctx.row_dtype).contiguous(), ctx.handle), None, None, None
+
+
+@dataclass(frozen=True)
+class LocalHandle(DispatchHandle):
+    """Handle of ``LocalExchange``.
+
+    Attributes:
+        slot_to_row: int64 ``[T, K]``, -1 = no expert.
+        row_to_slot: int64 ``[P]``, t * K + k, -1 = padding.
+    """
+
+    slot_to_row: torch.Tensor
+    row_to_slot: torch.Tensor
+
+
+class LocalExchange(Exchange):
+    """All experts on this rank (R = 1): a permutation, without communication or host synchronisation."""
+
+    def __init__(self, num_experts: int):
+        self.num_experts = self.num_local_experts = num_experts
+
+    def plan(self, routing: Routing) -> LocalHandle:
+        index = routing.topk_index
+        layout, slot_to_row = layout_pairs(index.flatten(), self.num_experts)
+        return LocalHandle(
+            num_tokens=index.shape[0],
+            layout=layout,
+            slot_to_row=slot_to_row.view(index.shape),
+            row_to_slot=invert_rows(slot_to_row, layout.num_rows),
+        )
+
+    def send_rows(self, tokens: torch.Tensor, handle: LocalHandle) -> torch.Tensor:
+        top_k = handle.slot_to_row.shape[1]
+        # Floor division keeps -1 at -1.
+        return permute(tokens, handle.row_to_slot.div(top_k, rounding_mode="floor"))
+
+    def return_rows(self, rows: torch.Tensor, handle: LocalHandle, out_dtype: torch.dtype) -> torch.Tensor:
+        return combine_slots(rows, handle.slot_to_row, out_dtype)
+
+    def send_weights(self, topk_weights: torch.Tensor, handle: LocalHandle) -> torch.Tensor:
+        return permute(topk_weights.flatten(), handle.row_to_slot)
+
+    def return_weights(self, row_weights: torch.Tensor, handle: LocalHandle) -> torch.Tensor:
+        return permute(row_weights, handle.slot_to_row.flatten()).view(handle.slot_to_row.shape)
