@@ -1,0 +1,164 @@
+"""``Experts``: the routed experts' parameters, their exchange and their MLP."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megamoe.comm.collective import CollectiveExchange
+from megamoe.comm.exchange import Exchange, LocalExchange
+from megamoe.config import MoEConfig
+from megamoe.errors import check_tensor, fail_value
+from megamoe.kernels.mlp import MlpOptions, grouped_mlp
+from megamoe.layers.parallel import check_same_on_all_ranks, local_tensor, resolve_group, shard_parameter
+from megamoe.layers.shared import compute_dtype
+from megamoe.types import Routing
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Experts(nn.Module):
+    """All routed experts of a layer, spread over the ranks of ``group``: rank r holds experts r*E/R to (r+1)*E/R - 1.
+
+    GEMMs run in autocast's dtype where it is on, else in that of the parameters, or in FP8 (``precision="fp8"``); the
+    output has the dtype of the input. The gradients of the parameters are the mean of the group's losses' gradients, as
+    from DDP: multiply by R for their sum.
+
+    Attributes:
+        gate_up_proj: ``[E, 2I, H]``, gate rows, then up rows (``up_proj [E, I, H]`` for an activation without gate).
+        down_proj: ``[E, H, I]``.
+        gate_up_proj_bias (``up_proj_bias``), down_proj_bias: ``[E, 2I]`` (``[E, I]``) and ``[E, H]``, or None.
+            With R > 1 all are ``DTensor`` in ``Shard(0)`` over the group: distributed checkpoints load at any R.
+
+    Args:
+        config: the layer.
+        group: the expert-parallel group: a ``ProcessGroup``, a 1-D ``DeviceMesh``, or None for one rank.
+            Construction is a collective over it.
+        device, dtype: of the parameters; default: torch's.
+
+    Raises:
+        MegaMoEError: ``num_experts`` is not a multiple of R, or the ranks' configs differ.
+    """
+
+    is_expert_parallel = True
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        device = torch.device(device) if device is not None else torch.get_default_device()
+        process_group, mesh = resolve_group(group, device.type)
+        if process_group is None:
+            self.exchange: Exchange = LocalExchange(config.num_experts)
+            self.first_expert = 0
+        else:
+            self.exchange = CollectiveExchange(config.num_experts, process_group)
+            dtype = torch.get_default_dtype() if dtype is None else dtype
+            check_same_on_all_ranks({**config.to_dict(), "dtype": str(dtype)}, process_group)
+            self.first_expert = dist.get_rank(process_group) * self.exchange.num_local_experts
+        self.expert_parallel_size = config.num_experts // self.exchange.num_local_experts
+        self.options = MlpOptions(
+            activation=config.activation,
+            clamp=config.clamp,
+            precision=config.precision,
+            weight_grad_scale=1 / self.expert_parallel_size,
+        )
+        self._up_name = "gate_up_proj" if config.gated else "up_proj"
+        hidden, width = config.hidden_size, config.intermediate_size
+        up_rows = self.options.halves * width
+        shapes = {self._up_name: (up_rows, hidden), "down_proj": (hidden, width)}
+        biases = {f"{self._up_name}_bias": (up_rows,), "down_proj_bias": (hidden,)}
+        for name, shape in {**shapes, **biases}.items():
+            parameter = None
+            if name in shapes or config.bias:
+                local = torch.empty(self.exchange.num_local_experts, *shape, device=device, dtype=dtype)
+                parameter = shard_parameter(local, mesh)
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Weights N(0, init_std^2), default 1/sqrt(fan_in), biases zero.
+
+        An expert's values depend on torch's CPU seed and its global id alone, never on the size of the group.
+        """
+        seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+        up_proj, down_proj = local_tensor(getattr(self, self._up_name)), local_tensor(self.down_proj)
+        if not up_proj.is_meta:
+            generator = torch.Generator(up_proj.device)
+            for expert in range(up_proj.shape[0]):
+                generator.manual_seed(seed + self.first_expert + expert)
+                for weight in (up_proj[expert], down_proj[expert]):
+                    std = weight.shape[1] ** -0.5 if self.config.init_std is None else self.config.init_std
+                    weight.normal_(std=std, generator=generator)
+        for bias in (getattr(self, f"{self._up_name}_bias"), self.down_proj_bias):
+            if bias is not None:
+                local_tensor(bias).zero_()
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts; the call of ``transformers``' experts modules.
+
+        Args:
+            hidden_states: floating ``[T, H]``. T may differ between ranks and may be 0; every rank must call.
+            top_k_index: int32 or int64 ``[T, K]``; ids outside ``[0, E)``, by convention -1, add nothing.
+            top_k_weights: floating ``[T, K]``.
+
+        Returns:
+            ``[T, H]`` in the dtype of ``hidden_states``; a token without experts gets zeros.
+
+        Raises:
+            MegaMoEError: wrong shape, dtype or device, or T > ``max_tokens_per_rank``.
+            ExchangeError: another rank did not take part.
+        """
+        self._check(hidden_states, top_k_index, top_k_weights)
+        up_proj = local_tensor(getattr(self, self._up_name))
+        up_bias, down_bias = getattr(self, f"{self._up_name}_bias"), self.down_proj_bias
+        dtype = compute_dtype(up_proj, hidden_states.device.type)
+        routing = Routing(top_k_index.long(), top_k_weights)
+        dispatched = self.exchange.dispatch(hidden_states, routing, dtype)
+        rows = grouped_mlp(
+            dispatched.rows,
+            dispatched.row_weights,
+            up_proj,
+            local_tensor(self.down_proj),
+            dispatched.layout,
+            self.options,
+            None if up_bias is None else local_tensor(up_bias),
+            None if down_bias is None else local_tensor(down_bias),
+        )
+        return self.exchange.combine(rows, dispatched.handle, hidden_states.dtype)
+
+    def _check(self, hidden_states, top_k_index, top_k_weights) -> None:
+        device = local_tensor(self.down_proj).device
+        check_tensor("hidden_states", hidden_states, (None, self.config.hidden_size), _FLOATS, device)
+        num_tokens = hidden_states.shape[0]
+        limit = self.config.max_tokens_per_rank
+        if limit is not None and num_tokens > limit:
+            fail_value(
+                "hidden_states.shape[0]",
+                num_tokens,
+                f"exceeds max_tokens_per_rank = {limit}",
+                "Raise max_tokens_per_rank in the MoEConfig or split the batch.",
+            )
+        check_tensor("top_k_index", top_k_index, (num_tokens, None), (torch.int64, torch.int32), device)
+        if top_k_index.shape[1] == 0:
+            fail_value("top_k_index.shape", list(top_k_index.shape), "must have K >= 1", "Pass [T, K].")
+        check_tensor("top_k_weights", top_k_weights, tuple(top_k_index.shape), _FLOATS, device)
+
+    def extra_repr(self) -> str:
+        config = self.config
+        text = f"hidden_size={config.hidden_size}, intermediate_size={config.intermediate_size}"
+        text += f", num_experts={config.num_experts}, activation={config.activation}, precision={config.precision}"
+        if self.expert_parallel_size > 1:
+            last = self.first_expert + self.exchange.num_local_experts - 1
+            text += f", experts {self.first_expert}-{last} of {self.expert_parallel_size} ranks"
+        return text

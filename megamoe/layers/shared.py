@@ -1,0 +1,63 @@
+"""``SharedExperts``: the dense MLP that every token passes, next to the routed experts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megamoe.config import MoEConfig
+from megamoe.kernels.reference import activate
+
+
+def compute_dtype(parameter: torch.Tensor, device_type: str) -> torch.dtype:
+    """The dtype of a layer's GEMMs: autocast's where it is on, else that of the parameters."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return parameter.dtype
+
+
+class SharedExperts(nn.Module):
+    """``x -> down(activation(gate_up(x)))``, times sigmoid(x . shared_gate) where the config says so.
+
+    Replicated on every rank and not quantised. Several shared experts of one width are one expert of their total width.
+
+    Attributes:
+        gate_up_proj: ``[2S, H]`` (gate rows, then up rows), S = ``shared_intermediate_size``; ``up_proj [S, H]`` for an
+            activation without gate.
+        down_proj: ``[H, S]``.
+        shared_gate: ``[1, H]``, or None.
+    """
+
+    def __init__(self, config: MoEConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.config = config
+        hidden, width = config.hidden_size, config.shared_intermediate_size
+        options = dict(device=device, dtype=dtype)
+        name, rows = ("gate_up_proj", 2 * width) if config.gated else ("up_proj", width)
+        self.register_parameter(name, nn.Parameter(torch.empty(rows, hidden, **options)))
+        self.down_proj = nn.Parameter(torch.empty(hidden, width, **options))
+        gate = nn.Parameter(torch.empty(1, hidden, **options)) if config.shared_gate else None
+        self.register_parameter("shared_gate", gate)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights N(0, init_std^2), default 1/sqrt(fan_in)."""
+        for parameter in self.parameters():
+            std = parameter.shape[1] ** -0.5 if self.config.init_std is None else self.config.init_std
+            nn.init.normal_(parameter, std=std)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[T, H]`` of ``hidden_states [T, H]``, in its dtype."""
+        up_proj = self.gate_up_proj if self.config.gated else self.up_proj
+        dtype = compute_dtype(up_proj, hidden_states.device.type)
+        x = hidden_states.to(dtype)
+        act = activate(F.linear(x, up_proj.to(dtype)), self.config.activation, self.config.clamp).to(dtype)
+        out = F.linear(act, self.down_proj.to(dtype))
+        if self.shared_gate is not None:
+            out = out * F.linear(x, self.shared_gate.to(dtype)).sigmoid()
+        return out.to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return f"hidden_size={config.hidden_size}, intermediate_size={config.shared_intermediate_size}"
