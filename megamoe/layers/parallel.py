@@ -91,26 +91,6 @@ def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from module.parameters(recurse=False)
 
 
-def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Trainable (dense, expert) parameters of ``model``."""
-    expert_ids = {id(p) for p in expert_parameters(model)}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    dense = [p for p in parameters if id(p) not in expert_ids]
-    return dense, [p for p in parameters if id(p) in expert_ids]
-
-
-def _check_mesh(mesh: DeviceMesh) -> tuple[str, ...]:
-    names = mesh.mesh_dim_names or ()
-    if EXPERT_DIM not in names:
-        fail_value(
-            "mesh.mesh_dim_names",
-            names,
-            f"must contain {EXPERT_DIM!r}",
-            'Create it with init_device_mesh(device, sizes, mesh_dim_names=("data", "expert")).',
-        )
-    return names
-
-
 def _average(parameters: list[nn.Parameter], mesh: DeviceMesh, dims: Iterable[str]) -> None:
     """Averages the gradients over the dimensions ``dims`` of ``mesh``, one collective per dtype and dimension."""
     groups = [mesh.get_group(dim) for dim in dims if mesh[dim].size() > 1]
@@ -138,61 +118,85 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh | None) -> None:
 
     Dense parameters are averaged over all ranks of the mesh, expert parameters over its other dimensions only: their
     gradients already are the mean over the expert dimension (see ``Experts``). Missing gradients count as 0.
+    Not with DDP or FSDP2, which average what they wrap themselves.
 
     Args:
         mesh: has a dimension "expert", the one passed to the layers as ``group``, and any others, over which the model
             is replicated. None = one process, nothing to do.
 
     Raises:
-        MegaMoEError: the mesh has no dimension "expert".
+        MegaMoEError: the mesh has no dimension "expert", or a dense parameter is sharded.
     """
     if mesh is None:
         return
-    names = _check_mesh(mesh)
-    dense, experts = _split(model)
-    _average(dense, mesh, names)
-    _average(experts, mesh, [name for name in names if name != EXPERT_DIM])
+    names = mesh.mesh_dim_names or ()
+    if EXPERT_DIM not in names:
+        fail_value(
+            "mesh.mesh_dim_names",
+            names,
+            f"must contain {EXPERT_DIM!r}",
+            'Create it with init_device_mesh(device, sizes, mesh_dim_names=("data", "expert")).',
+        )
+    expert_ids = {id(p) for p in expert_parameters(model)}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, parameter in trained:
+        if len(_sharded_over(parameter)) > (id(parameter) in expert_ids):
+            fail_value(
+                "model",
+                name,
+                "is a sharded parameter",
+                "FSDP2 averages gradients itself: do not call average_gradients.",
+            )
+    _average([p for _, p in trained if id(p) not in expert_ids], mesh, names)
+    _average([p for _, p in trained if id(p) in expert_ids], mesh, [name for name in names if name != EXPERT_DIM])
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: DeviceMesh | None) -> torch.Tensor:
-    """Clips all gradients to a global 2-norm of ``max_norm``; call after ``average_gradients``, on every rank.
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Clips all gradients to a global 2-norm of ``max_norm``; call after averaging, on every rank.
+
+    Which ranks a parameter is spread over follows from its ``DTensor``: expert parallelism and FSDP2 need no more.
 
     Args:
         max_norm: > 0; infinity only measures.
-        mesh: as for ``average_gradients``.
 
     Returns:
-        The norm before clipping, over dense and all ranks' expert parameters, each counted once: a fp32 scalar (fp64
-        where a gradient is fp64), the same on every rank.
+        The norm before clipping over all parts of all parameters, each counted once: a fp32 scalar (fp64 where a
+        gradient is fp64), the same on every rank.
 
     Raises:
-        MegaMoEError: ``max_norm`` is not > 0, or the mesh has no dimension "expert".
+        MegaMoEError: ``max_norm`` is not > 0.
     """
     if max_norm != float("inf"):
         check_number("max_norm", max_norm, 0.0, exclusive=True)
-    dense, experts = _split(model)
-    squares = _sum_of_squares(dense), _sum_of_squares(experts)
-    if mesh is not None:
-        _check_mesh(mesh)
-        if mesh[EXPERT_DIM].size() > 1:
-            device = next(model.parameters()).device
-            total = squares[1].to(device)
-            dist.all_reduce(total, group=mesh.get_group(EXPERT_DIM))
-            squares = squares[0], total
-    norm = (squares[0].to(squares[1].device) + squares[1]).sqrt()
+    # Parameters that are spread over the same ranks share one collective; a missing gradient does not change which.
+    by_ranks: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            grads = by_ranks.setdefault(_sharded_over(parameter), [])
+            if parameter.grad is not None:
+                grads.append(local_tensor(parameter.grad))
+    device = local_tensor(next(model.parameters())).device
+    total = torch.zeros((), device=device)
+    for groups, grads in by_ranks.items():
+        squares = torch.zeros((), device=device)
+        for grad in grads:
+            dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+            squares = squares + torch.linalg.vector_norm(grad, dtype=dtype).square()
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total = total + squares
+    norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in dense + experts:
-        if parameter.grad is not None:
-            grad = local_tensor(parameter.grad)
+    for grads in by_ranks.values():
+        for grad in grads:
             grad.mul_(scale.to(grad.dtype))
     return norm
 
 
-def _sum_of_squares(parameters: list[nn.Parameter]) -> torch.Tensor:
-    grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-    if not grads:
-        return torch.zeros(())
-    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    norms = [torch.linalg.vector_norm(grad, dtype=dtype).to(grads[0].device) for grad in grads]
-    return torch.stack(norms).square().sum()
+def _sharded_over(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of the mesh dimensions over which a DTensor is spread; empty for a plain tensor."""
+    if not hasattr(parameter, "placements"):
+        return ()
+    mesh = parameter.device_mesh
+    return tuple(mesh.get_group(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate())
