@@ -1,4 +1,4 @@
-"""Runs one function on several gloo ranks, each a process of its own, within a time limit."""
+"""Runs one function on several ranks, each a process of its own, within a time limit."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ class RankFailed(AssertionError):
     """A rank raised or did not end; the message holds every rank's traceback."""
 
 
-def _rank_main(function, rank, world_size, store_path, collective_timeout, connection, args) -> None:
+def _rank_main(function, rank, world_size, store_path, backend, collective_timeout, connection, args) -> None:
     torch.set_num_threads(1)
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         store = dist.FileStore(store_path, world_size)
         timeout = timedelta(seconds=collective_timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         result = function(rank, world_size, *args)
         connection.send((True, result))
         dist.destroy_process_group()
@@ -43,13 +45,15 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
+    backend: str = "gloo",
     timeout: float = 90.0,
     collective_timeout: float = COLLECTIVE_TIMEOUT,
 ) -> list[Any]:
-    """``[function(rank, world_size, *args) for rank in ...]``, each rank in a process with an initialised gloo group.
+    """``[function(rank, world_size, *args) for rank in ...]``, each rank in a process with an initialised group.
 
     Args:
         function: importable by name; its arguments and result are pickled.
+        backend: ``gloo``, or ``nccl`` with one GPU per rank.
         timeout: seconds for the whole run; ranks still alive then are killed.
         collective_timeout: seconds of the process group.
 
@@ -60,7 +64,7 @@ def run_ranks(
         ranks = []
         for rank in range(world_size):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
-            process_args = (function, rank, world_size, f"{folder}/store", collective_timeout, sender, args)
+            process_args = (function, rank, world_size, f"{folder}/store", backend, collective_timeout, sender, args)
             process = _CONTEXT.Process(target=_rank_main, args=process_args, daemon=True)
             process.start()
             sender.close()

@@ -1,0 +1,63 @@
+"""A straightforward e4m3 format and block quantisation, built from the bit format; nothing here comes from ``megamoe``.
+
+e4m3 (the "fn" kind): sign, 4 exponent bits with bias 7, 3 mantissa bits; exponent 0 is subnormal; no infinities; the
+code with all exponent and mantissa bits set is NaN, so that the largest value is 0x7e = 448.
+"""
+
+from __future__ import annotations
+
+import torch
+
+NAN_CODE = 0x7F
+
+
+def _magnitude(code: int) -> float:
+    exponent, mantissa = code >> 3, code & 7
+    return mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+VALUES = torch.tensor([_magnitude(code) for code in range(NAN_CODE)], dtype=torch.float64)
+"""The 127 finite magnitudes, in ascending order: entry c is code c."""
+MIDPOINTS = (VALUES[1:] + VALUES[:-1]) / 2
+
+
+def encode(x: torch.Tensor) -> torch.Tensor:
+    """int64 codes of fp64 ``x``: nearest, ties to the even mantissa, saturating at +-448; NaN gives a NaN code."""
+    magnitude = x.abs()
+    code = torch.bucketize(magnitude, MIDPOINTS)
+    tie = (code < MIDPOINTS.numel()) & (magnitude == MIDPOINTS[code.clamp(max=MIDPOINTS.numel() - 1)])
+    code = torch.where(tie & (code % 2 == 1), code + 1, code)
+    code = torch.where(x.isnan(), NAN_CODE, code)
+    return torch.where(torch.signbit(x), code + 128, code)
+
+
+def decode(code: torch.Tensor) -> torch.Tensor:
+    """fp64 values of integer codes."""
+    magnitude = torch.cat([VALUES, VALUES.new_tensor([float("nan")])])[code.long() % 128]
+    return torch.where(code.long() >= 128, -magnitude, magnitude)
+
+
+def near_midpoint(x: torch.Tensor, tolerance: float = 1e-6) -> torch.Tensor:
+    """Where an fp32 rounding error in ``x`` may lead to the neighbouring code."""
+    code = torch.bucketize(x.abs(), MIDPOINTS)
+    below, above = MIDPOINTS[(code - 1).clamp(min=0)], MIDPOINTS[code.clamp(max=MIDPOINTS.numel() - 1)]
+    return ((x.abs() - below).abs() < tolerance * below) | ((x.abs() - above).abs() < tolerance * above)
+
+
+def block_scales(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """fp64 scale max(amax, 1e-10) / 448 of each block of a finite matrix ``x``; the last blocks may be short."""
+    scales = [[part.abs().max() for part in rows.split(block[1], dim=1)] for rows in x.double().split(block[0], dim=0)]
+    return torch.tensor(scales, dtype=torch.float64).clamp(min=1e-10) / 448
+
+
+def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    """``scales`` of blocks as one scale per element of a matrix of ``shape``."""
+    return scales.repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)[: shape[0], : shape[1]]
+
+
+def fake_quantize(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """fp64: the finite matrix ``x`` after a trip through block-scaled e4m3."""
+    if x.numel() == 0:
+        return x.double()
+    scales = spread(block_scales(x, block), block, x.shape)
+    return decode(encode(x.double() / scales)) * scales
