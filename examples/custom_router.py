@@ -52,7 +52,7 @@ class HashLayer(nn.Module):
         return self.head(x + self.moe(x))
 
 
-def main(steps: int = 40) -> tuple[float, float]:
+def main(steps: int = 20) -> tuple[float, float]:
     torch.manual_seed(0)
     model = HashLayer(MoEConfig(hidden_size=48, intermediate_size=64, num_experts=16, top_k=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -66,7 +66,7 @@ def main(steps: int = 40) -> tuple[float, float]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        if step % 10 == 0 or step == steps - 1:
+        if step % 5 == 0 or step == steps - 1:
             print(f"step {step:3d}  loss {losses[-1]:.4f}")
     used = model.moe.router.table.unique().numel()
     print(f"{used} of {model.moe.config.num_experts} experts in use")
