@@ -55,9 +55,7 @@ def main(steps: int = 60) -> tuple[float, float]:
         first = loss.item() if first is None else first
         if step % 10 == 0 or step == steps - 1:
             busiest = (counts.max(dim=1).values / counts.double().mean(dim=1)).max()
-            print(
-                f"step {step:3d}  loss {loss.item():.4f}  grad norm {norm:.2f}  busiest expert {busiest:.2f}x the mean"
-            )
+            print(f"step {step:3d}  loss {loss.item():.4f}  grad norm {norm:.2f}  busiest expert {busiest:.2f}x mean")
     return first, loss.item()
 
 

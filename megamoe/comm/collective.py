@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megamoe.comm.exchange import Exchange
-from megamoe.errors import ExchangeError, fail_value
+from megamoe.comm.failures import named_collective
+from megamoe.errors import fail_value
 from megamoe.kernels.layout import invert_rows, layout_pairs
 from megamoe.kernels.reference import combine_slots, permute
 from megamoe.types import DispatchHandle, Routing
@@ -54,7 +55,6 @@ class CollectiveExchange(Exchange):
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup):
         self.group = group
-        self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         if num_experts % self.world_size:
             fail_value(
@@ -141,12 +141,5 @@ class CollectiveExchange(Exchange):
         return out
 
     def _all_to_all(self, out, rows, receives, sends, phase: str) -> None:
-        try:
+        with named_collective(f"expert exchange, phase {phase!r}", self.group):
             dist.all_to_all_single(out, rows, receives, sends, group=self.group)
-        except RuntimeError as error:
-            raise ExchangeError(
-                f"expert exchange, phase {phase!r}: the collective failed on rank {self.rank} of {self.world_size}. "
-                "Every rank of the group must call the layer equally often; a rank that raised or died makes the "
-                "others fail here after the process group's timeout (init_process_group(timeout=...)). "
-                f"Cause: {error}"
-            ) from error

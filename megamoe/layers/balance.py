@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megamoe.comm.failures import named_collective
 from megamoe.errors import check_number
 
 
@@ -108,7 +109,8 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
         [nn.functional.pad(r.tokens_per_expert, (0, num_experts - r.tokens_per_expert.numel())) for r in routers]
     )
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(counts, group=group)
+        with named_collective("update_expert_biases", group):
+            dist.all_reduce(counts, group=group)
     for router, row in zip(routers, counts, strict=True):
         router.tokens_per_expert.zero_()
         if getattr(router, "expert_bias", None) is None:

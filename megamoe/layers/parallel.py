@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megamoe.comm.failures import named_collective
 from megamoe.errors import check_number, fail_type, fail_value
 
 EXPERT_DIM = "expert"
@@ -57,7 +58,8 @@ def check_same_on_all_ranks(values: dict[str, Any], group: dist.ProcessGroup) ->
         MegaMoEError: names each differing entry with the values of the ranks.
     """
     gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(gathered, values, group=group)
+    with named_collective("comparison of the ranks' configs", group):
+        dist.all_gather_object(gathered, values, group=group)
     by_name = {name: [theirs[name] for theirs in gathered] for name in values}
     differing = {name: column for name, column in by_name.items() if any(value != column[0] for value in column)}
     if differing:
@@ -106,7 +108,8 @@ def _average(parameters: list[nn.Parameter], mesh: DeviceMesh, dims: Iterable[st
     for grads in by_dtype.values():
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         for group in groups:
-            dist.all_reduce(flat, group=group)
+            with named_collective("average_gradients", group):
+                dist.all_reduce(flat, group=group)
             flat /= dist.get_world_size(group)
         for grad, averaged in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             grad.copy_(averaged.view_as(grad))
@@ -184,7 +187,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
             dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
             squares = squares + torch.linalg.vector_norm(grad, dtype=dtype).square()
         for group in groups:
-            dist.all_reduce(squares, group=group)
+            with named_collective("clip_grad_norm_", group):
+                dist.all_reduce(squares, group=group)
         total = total + squares
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from megamoe.comm.failures import named_collective
 from megamoe.config import MoEConfig
 from megamoe.errors import check_tensor
 from megamoe.kernels import reference
@@ -134,7 +135,8 @@ class Router(nn.Module):
         config = self.config.router
         if config.aux_loss_coef:
             if self.balance_group is not None:
-                dist.all_reduce(counts, group=self.balance_group)
+                with named_collective("load-balancing loss", self.balance_group):
+                    dist.all_reduce(counts, group=self.balance_group)
             probs = scores if config.score == "softmax" else scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
             loss = load_balancing_loss(probs, counts, token_mask)
             self.aux_loss = loss.detach()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from megamoe import ExchangeError, Experts, MegaMoEError, MoE, MoEConfig, Routing
+from megamoe import ExchangeError, Experts, MegaMoEError, MoE, MoEConfig, RouterConfig, Routing
 from megamoe.comm.collective import CollectiveExchange
 from tests.support.metrics import assert_close
 from tests.support.processes import RankFailed, run_ranks
@@ -245,24 +245,29 @@ def test_construction_is_checked_on_all_ranks():
     run_ranks(construction_is_checked, 2)
 
 
-def one_rank_raises(rank: int, world_size: int, done_file: str) -> float:
-    moe = MoE(config(max_tokens_per_rank=8), dist.group.WORLD)
+def one_rank_raises(rank: int, world_size: int, done_file: str, router: RouterConfig, where: str) -> float:
+    moe = MoE(config(max_tokens_per_rank=8, router=router), dist.group.WORLD)
     start = time.monotonic()
     if rank == 1:
         with pytest.raises(MegaMoEError, match=r"= 9: exceeds max_tokens_per_rank = 8.*Raise max_tokens_per_rank"):
-            moe(torch.randn(9, HIDDEN))
+            moe.eval()(torch.randn(9, HIDDEN))
         # Alive, but never comes: the other rank's wait is bounded by the group's timeout.
         while not os.path.exists(done_file) and time.monotonic() < start + 60:
             time.sleep(0.05)
     else:
-        with pytest.raises(ExchangeError, match=r"phase 'sizes'.*rank 0 of 2.*timeout"):
+        with pytest.raises(ExchangeError, match=rf"{where}.*rank 0 of 2.*timeout"):
             moe(torch.randn(8, HIDDEN))
         open(done_file, "w").close()
     return time.monotonic() - start
 
 
-def test_one_rank_raises(tmp_path):
-    seconds = run_ranks(one_rank_raises, 2, str(tmp_path / "done"), collective_timeout=4.0)
+@pytest.mark.parametrize(
+    ("router", "where"),
+    [(RouterConfig(), "phase 'sizes'"), (RouterConfig(aux_loss_coef=0.1), "load-balancing loss")],
+    ids=["exchange", "balance"],
+)
+def test_one_rank_raises(tmp_path, router, where):
+    seconds = run_ranks(one_rank_raises, 2, str(tmp_path / "done"), router, where, collective_timeout=4.0)
     assert 3.0 < seconds[0] < 30.0
 
 
