@@ -200,16 +200,10 @@ class MoEConfig:
         Raises:
             MegaMoEError: an unknown key, or an invalid value.
         """
+        _check_keys(cls, values)
         values = dict(values)
-        for name, kind in (("MoEConfig", cls), ("RouterConfig", RouterConfig)):
-            part = values if kind is cls else values.get("router", {})
-            if not isinstance(part, dict):
-                fail_type(name, part, "must be a dict", "Pass what to_dict() returned.")
-            known = {f.name for f in dataclasses.fields(kind)}
-            for key in part:
-                if key not in known:
-                    fail_value(f"{name} key", key, f"is not one of {sorted(known)}", "Remove or rename it.")
         if "router" in values:
+            _check_keys(RouterConfig, values["router"])
             values["router"] = RouterConfig(**values["router"])
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
             if name not in values:
@@ -228,4 +222,21 @@ class MoEConfig:
         Raises:
             MegaMoEError: an unknown model type, a missing field, or an activation that megamoe does not have.
         """
+        _check_keys(cls, overrides)
         return dataclasses.replace(cls.from_dict(read_hf_config(hf_config)), **overrides)
+
+
+def _check_keys(kind: type, values: Any) -> None:
+    """``values`` is a dict whose keys are fields of the dataclass ``kind``."""
+    if not isinstance(values, dict):
+        fail_type(kind.__name__, values, "must be a dict", "Pass what to_dict() returned.")
+    known = [f.name for f in dataclasses.fields(kind)]
+    for key in values:
+        if key not in known:
+            fail_value(f"{kind.__name__} key", key, f"is not one of {', '.join(known)}", "Remove or rename it.")
+
+
+def check_config(config: Any) -> None:
+    """``config`` is a ``MoEConfig``."""
+    if not isinstance(config, MoEConfig):
+        fail_type("config", type(config).__name__, "must be a MoEConfig", "Pass MoEConfig(...).")

@@ -27,6 +27,10 @@ class ExchangeError(MegaMoEError, RuntimeError):
     """A collective of the token exchange failed or ran into its timeout."""
 
 
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""The dtypes of hidden states."""
+
+
 def fail_value(argument: str, value: Any, rule: str, remedy: str) -> NoReturn:
     raise MegaMoEValueError(f"{argument} = {value!r}: {rule}. {remedy}")
 

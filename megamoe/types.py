@@ -6,7 +6,8 @@ H hidden_size, I intermediate_size, P rows of the expert-sorted pool (each exper
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -51,16 +52,20 @@ class ExpertLayout:
 
 
 @dataclass(frozen=True)
-class DispatchHandle:
+class DispatchHandle(ABC):
     """What ``combine`` and the backward pass need to send rows back; opaque outside its exchange.
 
-    Attributes:
-        num_tokens: T of the dispatch.
-        layout: the layout of the dispatched rows.
+    All fields are tensors, so that autograd can save them: a recomputed forward pass replaces them all together.
     """
 
-    num_tokens: int
-    layout: ExpertLayout
+    @property
+    @abstractmethod
+    def layout(self) -> ExpertLayout:
+        """The layout of the dispatched rows."""
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The fields, in the order in which the constructor takes them."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megamoe.comm.failures import named_collective
 from megamoe.errors import fail_value
 from megamoe.kernels.layout import invert_rows, layout_pairs
 from megamoe.kernels.reference import combine_slots, permute
-from megamoe.types import DispatchHandle, Routing
+from megamoe.types import DispatchHandle, ExpertLayout, Routing
 
 
 @dataclass(frozen=True)
@@ -22,24 +22,37 @@ class CollectiveHandle(DispatchHandle):
     S tokens sent, S' received; N (token, slot) pairs sent, Q received. Splits have one entry per rank.
 
     Attributes:
+        counts, starts: of the layout.
         sent_tokens: int64 ``[S]``, token of each row sent, by (destination, token).
-        token_sends, token_receives: splits of S and S'.
         row_to_received: int64 ``[P]``, received token of each pool row, -1 = padding.
         sent_pairs: int64 ``[N]``, t * K + k of each pair sent, by (destination, token, slot).
-        pair_sends, pair_receives: splits of N and Q.
         pair_to_row: int64 ``[Q]``, pool row of each received pair, by (source, token, slot).
         slot_to_pair: int64 ``[T, K]``, position in ``sent_pairs``, -1 = no expert.
+        splits: int64 ``[4, R]`` on the CPU: tokens and pairs sent to each rank, tokens and pairs received from each.
     """
 
+    counts: torch.Tensor
+    starts: torch.Tensor
     sent_tokens: torch.Tensor
-    token_sends: list[int]
-    token_receives: list[int]
     row_to_received: torch.Tensor
     sent_pairs: torch.Tensor
-    pair_sends: list[int]
-    pair_receives: list[int]
     pair_to_row: torch.Tensor
     slot_to_pair: torch.Tensor
+    splits: torch.Tensor
+
+    @property
+    def layout(self) -> ExpertLayout:
+        return ExpertLayout(self.counts, self.starts, self.row_to_received.numel())
+
+    @property
+    def token_splits(self) -> tuple[list[int], list[int]]:
+        """Tokens sent to and received from each rank."""
+        return self.splits[0].tolist(), self.splits[2].tolist()
+
+    @property
+    def pair_splits(self) -> tuple[list[int], list[int]]:
+        """(token, slot) pairs sent to and received from each rank."""
+        return self.splits[1].tolist(), self.splits[3].tolist()
 
 
 class CollectiveExchange(Exchange):
@@ -79,7 +92,8 @@ class CollectiveExchange(Exchange):
         sends = torch.stack([needed.sum(dim=0), pair_counts[:ranks]], dim=1)
         receives = torch.empty_like(sends)
         self._all_to_all(receives, sends, None, None, "sizes")
-        token_sends, pair_sends, token_receives, pair_receives = torch.cat([sends, receives], dim=1).t().tolist()
+        splits = torch.cat([sends, receives], dim=1).t().contiguous().cpu()
+        token_sends, pair_sends, _, pair_receives = splits.tolist()
 
         # A stable sort with the known count in place of nonzero(), which would wait for the device again.
         unneeded = (~needed.t()).flatten().to(torch.uint8)
@@ -102,37 +116,36 @@ class CollectiveExchange(Exchange):
         row_to_pair = invert_rows(pair_to_row, layout.num_rows)
         row_to_received = torch.where(row_to_pair >= 0, permute(received_token, row_to_pair), -1)
         return CollectiveHandle(
-            num_tokens=num_tokens,
-            layout=layout,
+            counts=layout.counts,
+            starts=layout.starts,
             sent_tokens=sent_tokens,
-            token_sends=token_sends,
-            token_receives=token_receives,
             row_to_received=row_to_received,
             sent_pairs=sent_pairs,
-            pair_sends=pair_sends,
-            pair_receives=pair_receives,
             pair_to_row=pair_to_row,
             slot_to_pair=slot_to_pair,
+            splits=splits,
         )
 
     def send_rows(self, tokens: torch.Tensor, handle: CollectiveHandle) -> torch.Tensor:
-        received = self._exchange(tokens[handle.sent_tokens], handle.token_sends, handle.token_receives, "dispatch")
+        sends, receives = handle.token_splits
+        received = self._exchange(tokens[handle.sent_tokens], sends, receives, "dispatch")
         return permute(received, handle.row_to_received)
 
     def return_rows(self, rows: torch.Tensor, handle: CollectiveHandle, out_dtype: torch.dtype) -> torch.Tensor:
-        pairs = self._exchange(rows[handle.pair_to_row], handle.pair_receives, handle.pair_sends, "combine")
+        sends, receives = handle.pair_splits
+        pairs = self._exchange(rows[handle.pair_to_row], receives, sends, "combine")
         return combine_slots(pairs, handle.slot_to_pair, out_dtype)
 
     def send_weights(self, topk_weights: torch.Tensor, handle: CollectiveHandle) -> torch.Tensor:
-        sent = topk_weights.flatten()[handle.sent_pairs]
-        received = self._exchange(sent, handle.pair_sends, handle.pair_receives, "dispatch weights")
+        sends, receives = handle.pair_splits
+        received = self._exchange(topk_weights.flatten()[handle.sent_pairs], sends, receives, "dispatch weights")
         out = received.new_zeros(handle.layout.num_rows)
         out[handle.pair_to_row] = received
         return out
 
     def return_weights(self, row_weights: torch.Tensor, handle: CollectiveHandle) -> torch.Tensor:
-        sent = row_weights[handle.pair_to_row]
-        pairs = self._exchange(sent, handle.pair_receives, handle.pair_sends, "combine weights")
+        sends, receives = handle.pair_splits
+        pairs = self._exchange(row_weights[handle.pair_to_row], receives, sends, "combine weights")
         return permute(pairs, handle.slot_to_pair.flatten()).view(handle.slot_to_pair.shape)
 
     def _exchange(self, rows: torch.Tensor, sends: list[int], receives: list[int], phase: str) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megamoe.kernels.layout import invert_rows, layout_pairs
 from megamoe.kernels.reference import combine_slots, permute
-from megamoe.types import DispatchedRows, DispatchHandle, Routing
+from megamoe.types import DispatchedRows, DispatchHandle, ExpertLayout, Routing
 
 
 class Exchange(ABC):
@@ -72,10 +72,21 @@ class Exchange(ABC):
         """``[T, K]`` of ``[P]``; zero for slots without an expert."""
 
 
+def _save_handle(ctx, handle: DispatchHandle) -> None:
+    # As saved tensors: activation checkpointing then frees and recomputes them with the rows that they describe.
+    ctx.handle_type = type(handle)
+    ctx.save_for_backward(*handle.tensors())
+
+
+def _saved_handle(ctx) -> DispatchHandle:
+    return ctx.handle_type(*ctx.saved_tensors)
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tokens, topk_weights, exchange, handle, dtype):
-        ctx.exchange, ctx.handle = exchange, handle
+        ctx.exchange = exchange
+        _save_handle(ctx, handle)
         ctx.token_dtype, ctx.weight_dtype = tokens.dtype, topk_weights.dtype
         return exchange.send_rows(tokens.to(dtype), handle), exchange.send_weights(topk_weights, handle)
 
@@ -83,24 +94,27 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_rows, grad_row_weights):
         # Which gradients are needed follows from the model alone, never from data: all ranks agree on the collectives.
+        handle = _saved_handle(ctx)
         grad_tokens = grad_weights = None
         if ctx.needs_input_grad[0]:
-            grad_tokens = ctx.exchange.return_rows(grad_rows, ctx.handle, ctx.token_dtype)
+            grad_tokens = ctx.exchange.return_rows(grad_rows, handle, ctx.token_dtype)
         if ctx.needs_input_grad[1]:
-            grad_weights = ctx.exchange.return_weights(grad_row_weights, ctx.handle).to(ctx.weight_dtype)
+            grad_weights = ctx.exchange.return_weights(grad_row_weights, handle).to(ctx.weight_dtype)
         return grad_tokens, grad_weights, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, exchange, handle, out_dtype):
-        ctx.exchange, ctx.handle, ctx.row_dtype = exchange, handle, rows.dtype
+        ctx.exchange, ctx.row_dtype = exchange, rows.dtype
+        _save_handle(ctx, handle)
         return exchange.return_rows(rows, handle, out_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_tokens):
-        return ctx.exchange.send_rows(grad_tokens.to(ctx.row_dtype).contiguous(), ctx.handle), None, None, None
+        grad_rows = ctx.exchange.send_rows(grad_tokens.to(ctx.row_dtype).contiguous(), _saved_handle(ctx))
+        return grad_rows, None, None, None
 
 
 @dataclass(frozen=True)
@@ -108,12 +122,19 @@ class LocalHandle(DispatchHandle):
     """Handle of ``LocalExchange``.
 
     Attributes:
+        counts, starts: of the layout.
         slot_to_row: int64 ``[T, K]``, -1 = no expert.
         row_to_slot: int64 ``[P]``, t * K + k, -1 = padding.
     """
 
+    counts: torch.Tensor
+    starts: torch.Tensor
     slot_to_row: torch.Tensor
     row_to_slot: torch.Tensor
+
+    @property
+    def layout(self) -> ExpertLayout:
+        return ExpertLayout(self.counts, self.starts, self.row_to_slot.numel())
 
 
 class LocalExchange(Exchange):
@@ -126,8 +147,8 @@ class LocalExchange(Exchange):
         index = routing.topk_index
         layout, slot_to_row = layout_pairs(index.flatten(), self.num_experts)
         return LocalHandle(
-            num_tokens=index.shape[0],
-            layout=layout,
+            counts=layout.counts,
+            starts=layout.starts,
             slot_to_row=slot_to_row.view(index.shape),
             row_to_slot=invert_rows(slot_to_row, layout.num_rows),
         )

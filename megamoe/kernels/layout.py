@@ -17,7 +17,9 @@ def align_up(rows: int, multiple: int = ALIGN) -> int:
 
 def max_pool_rows(num_pairs: int, num_experts: int) -> int:
     """The most pool rows that ``num_pairs`` (token, expert) pairs can need, whatever the routing."""
-    return align_up(num_pairs + min(num_experts, num_pairs) * (ALIGN - 1))
+    # Worst: one row in the last block of each expert that has any.
+    partial_blocks = min(num_experts, num_pairs)
+    return (partial_blocks + (num_pairs - partial_blocks) // ALIGN) * ALIGN
 
 
 def layout_pairs(expert_ids: torch.Tensor, num_experts: int) -> tuple[ExpertLayout, torch.Tensor]:

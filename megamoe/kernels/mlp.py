@@ -174,15 +174,17 @@ class _GroupedMlp(torch.autograd.Function):
             else:
                 unweighted = _add_bias(gemms.down(act, layout), down_bias, layout)
                 out = unweighted * weights
-        ctx.save_for_backward(rows, row_weights, up_proj, down_proj, up_bias, down_bias, pre, unweighted)
-        ctx.layout, ctx.options = layout, options
+        # The layout too: activation checkpointing replaces all saved tensors together, and nothing else.
+        operands = rows, row_weights, up_proj, down_proj, up_bias, down_bias
+        ctx.save_for_backward(*operands, pre, unweighted, layout.counts, layout.starts)
+        ctx.options = options
         return out.to(rows.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out):
-        rows, row_weights, up_proj, down_proj, up_bias, down_bias, pre, unweighted = ctx.saved_tensors
-        layout, options = ctx.layout, ctx.options
+        rows, row_weights, up_proj, down_proj, up_bias, down_bias, pre, unweighted, counts, starts = ctx.saved_tensors
+        layout, options = ExpertLayout(counts, starts, rows.shape[0]), ctx.options
         need_rows, need_weights, need_up, need_down, need_up_bias, need_down_bias = ctx.needs_input_grad[:6]
         scale = options.weight_grad_scale
         grad_rows = grad_weights = grad_up = grad_down = grad_up_bias = grad_down_bias = None

@@ -37,7 +37,8 @@ def expert_scores(logits: torch.Tensor, score: str) -> torch.Tensor:
         return logits.softmax(dim=-1)
     if score == "sigmoid":
         return logits.sigmoid()
-    return F.softplus(logits).sqrt()
+    # Where softplus underflows, the square root's infinite slope would make the gradient NaN.
+    return F.softplus(logits).clamp(min=torch.finfo(logits.dtype).tiny).sqrt()
 
 
 def _best(values: torch.Tensor, count: int) -> torch.Tensor:

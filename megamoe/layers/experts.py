@@ -9,14 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megamoe.comm.collective import CollectiveExchange
 from megamoe.comm.exchange import Exchange, LocalExchange
-from megamoe.config import MoEConfig
-from megamoe.errors import check_tensor, fail_value
+from megamoe.config import MoEConfig, check_config
+from megamoe.errors import FLOATING, check_tensor, fail_value
 from megamoe.kernels.mlp import MlpOptions, grouped_mlp
 from megamoe.layers.parallel import check_same_on_all_ranks, local_tensor, resolve_group, shard_parameter
 from megamoe.layers.shared import compute_dtype
 from megamoe.types import Routing
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Experts(nn.Module):
@@ -52,6 +50,7 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        check_config(config)
         self.config = config
         device = torch.device(device) if device is not None else torch.get_default_device()
         process_group, mesh = resolve_group(group, device.type)
@@ -119,7 +118,8 @@ class Experts(nn.Module):
             MegaMoEError: wrong shape, dtype or device, or T > ``max_tokens_per_rank``.
             ExchangeError: another rank did not take part.
         """
-        self._check(hidden_states, top_k_index, top_k_weights)
+        self.check_tokens(hidden_states)
+        self._check_routing(hidden_states, top_k_index, top_k_weights)
         up_proj = local_tensor(getattr(self, self._up_name))
         up_bias, down_bias = getattr(self, f"{self._up_name}_bias"), self.down_proj_bias
         dtype = compute_dtype(up_proj, hidden_states.device.type)
@@ -137,9 +137,10 @@ class Experts(nn.Module):
         )
         return self.exchange.combine(rows, dispatched.handle, hidden_states.dtype)
 
-    def _check(self, hidden_states, top_k_index, top_k_weights) -> None:
-        device = local_tensor(self.down_proj).device
-        check_tensor("hidden_states", hidden_states, (None, self.config.hidden_size), _FLOATS, device)
+    def check_tokens(self, hidden_states: torch.Tensor) -> None:
+        """``hidden_states`` may be passed to ``forward``; see there for what it raises."""
+        shape, device = (None, self.config.hidden_size), local_tensor(self.down_proj).device
+        check_tensor("hidden_states", hidden_states, shape, FLOATING, device)
         num_tokens = hidden_states.shape[0]
         limit = self.config.max_tokens_per_rank
         if limit is not None and num_tokens > limit:
@@ -149,10 +150,13 @@ class Experts(nn.Module):
                 f"exceeds max_tokens_per_rank = {limit}",
                 "Raise max_tokens_per_rank in the MoEConfig or split the batch.",
             )
+
+    def _check_routing(self, hidden_states, top_k_index, top_k_weights) -> None:
+        num_tokens, device = hidden_states.shape[0], hidden_states.device
         check_tensor("top_k_index", top_k_index, (num_tokens, None), (torch.int64, torch.int32), device)
         if top_k_index.shape[1] == 0:
             fail_value("top_k_index.shape", list(top_k_index.shape), "must have K >= 1", "Pass [T, K].")
-        check_tensor("top_k_weights", top_k_weights, tuple(top_k_index.shape), _FLOATS, device)
+        check_tensor("top_k_weights", top_k_weights, tuple(top_k_index.shape), FLOATING, device)
 
     def extra_repr(self) -> str:
         config = self.config

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megamoe.config import MoEConfig
+from megamoe.config import MoEConfig, check_config
 from megamoe.errors import check_tensor, fail_type, fail_value
 from megamoe.layers.experts import Experts
 from megamoe.layers.parallel import resolve_group
@@ -46,12 +46,13 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if not isinstance(config, MoEConfig):
-            fail_type("config", type(config).__name__, "must be a MoEConfig", "Pass MoEConfig(...).")
+        check_config(config)
         self.config = config
         if router is None:
             device_type = (torch.device(device) if device is not None else torch.get_default_device()).type
-            counted, _ = resolve_group(group if balance_group is None else balance_group, device_type)
+            counted, _ = resolve_group(group, device_type)
+            if balance_group is not None:
+                counted, _ = resolve_group(balance_group, device_type, "balance_group")
             router = Router(config, counted, device)
         self.router = router
         self.experts = Experts(config, group, device, dtype)
@@ -60,7 +61,8 @@ class MoE(nn.Module):
     def reset_parameters(self) -> None:
         """Draws all parameters anew; seed every rank equally."""
         for module in self.children():
-            module.reset_parameters()
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
 
     def forward(self, hidden_states: torch.Tensor, token_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Applies the layer.
@@ -77,10 +79,10 @@ class MoE(nn.Module):
             MegaMoEError: wrong shape, dtype or device, or more tokens than ``max_tokens_per_rank``.
             ExchangeError: another rank did not take part.
         """
-        if not isinstance(hidden_states, torch.Tensor) or hidden_states.dim() == 0:
-            fail_value("hidden_states", hidden_states, "must be a tensor [..., H]", "Pass the residual stream.")
+        if not isinstance(hidden_states, torch.Tensor):
+            fail_type("hidden_states", type(hidden_states).__name__, "must be a tensor [..., H]", "Pass hidden states.")
         hidden_size = self.config.hidden_size
-        if hidden_states.shape[-1] != hidden_size:
+        if hidden_states.shape[-1:] != (hidden_size,):
             fail_value(
                 "hidden_states.shape",
                 list(hidden_states.shape),
@@ -88,6 +90,8 @@ class MoE(nn.Module):
                 "Check the config against the model's width.",
             )
         tokens = hidden_states.reshape(-1, hidden_size)
+        # Before the router counts them.
+        self.experts.check_tokens(tokens)
         if token_mask is not None:
             check_tensor("token_mask", token_mask, tuple(hidden_states.shape[:-1]), (torch.bool,), hidden_states.device)
             token_mask = token_mask.reshape(-1)

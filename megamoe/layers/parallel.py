@@ -17,13 +17,14 @@ EXPERT_DIM = "expert"
 
 
 def resolve_group(
-    group: dist.ProcessGroup | DeviceMesh | None, device_type: str
+    group: dist.ProcessGroup | DeviceMesh | None, device_type: str, argument: str = "group"
 ) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
     """The process group and 1-D mesh of an expert-parallel group; (None, None) for one rank.
 
     Args:
         group: a process group, a 1-D ``DeviceMesh`` (such as ``mesh["expert"]``), or None.
         device_type: of the parameters that will be sharded.
+        argument: its name in error messages.
 
     Raises:
         MegaMoEError: another type, or a mesh of several dimensions.
@@ -33,7 +34,7 @@ def resolve_group(
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             fail_value(
-                "group.mesh_dim_names",
+                f"{argument}.mesh_dim_names",
                 group.mesh_dim_names,
                 f"must be one dimension, has {group.ndim}",
                 'Pass a dimension of the mesh, such as mesh["expert"].',
@@ -41,7 +42,7 @@ def resolve_group(
         return (None, None) if group.size() == 1 else (group.get_group(), group)
     if not isinstance(group, dist.ProcessGroup):
         fail_type(
-            "group",
+            argument,
             type(group).__name__,
             "must be a ProcessGroup, a 1-D DeviceMesh or None",
             "Create it with torch.distributed.new_group or init_device_mesh.",

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from megamoe.comm.failures import named_collective
-from megamoe.config import MoEConfig
-from megamoe.errors import check_tensor
+from megamoe.config import MoEConfig, check_config
+from megamoe.errors import FLOATING, check_tensor
 from megamoe.kernels import reference
 from megamoe.layers.balance import attach_loss, load_balancing_loss, router_z_loss
 from megamoe.types import Routing
@@ -72,6 +72,7 @@ class Router(nn.Module):
         device: torch.device | str | None = None,
     ):
         super().__init__()
+        check_config(config)
         router = config.router
         self.config = config
         self.balance_group = balance_group
@@ -106,10 +107,9 @@ class Router(nn.Module):
             MegaMoEError: wrong shape, dtype or device.
         """
         config = self.config.router
-        num_tokens = hidden_states.shape[0]
-        check_tensor("hidden_states", hidden_states, (None, self.config.hidden_size), device=self.weight.device)
+        check_tensor("hidden_states", hidden_states, (None, self.config.hidden_size), FLOATING, self.weight.device)
         if token_mask is not None:
-            check_tensor("token_mask", token_mask, (num_tokens,), (torch.bool,), hidden_states.device)
+            check_tensor("token_mask", token_mask, hidden_states.shape[:1], (torch.bool,), hidden_states.device)
             hidden_states = hidden_states.masked_fill(~token_mask.unsqueeze(1), 0)
         with torch.autocast(hidden_states.device.type, enabled=False):
             logits = reference.router_logits(hidden_states, self.weight, self.bias)
@@ -150,8 +150,8 @@ class Router(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Router:
         def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
-            narrowed = tensor.is_floating_point() and moved.dtype.itemsize < tensor.dtype.itemsize
-            return tensor.to(moved.device) if narrowed else moved
+            narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
+            return tensor.to(moved.device, torch.float32) if narrowed else moved
 
         return super()._apply(keep_precision, recurse)
 

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megamoe.config import MoEConfig
+from megamoe.config import MoEConfig, check_config
+from megamoe.errors import FLOATING, check_int, check_tensor
 from megamoe.kernels.reference import activate
 
 
@@ -31,6 +32,8 @@ class SharedExperts(nn.Module):
 
     def __init__(self, config: MoEConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
         super().__init__()
+        check_config(config)
+        check_int("config.shared_intermediate_size", config.shared_intermediate_size, 1)
         self.config = config
         hidden, width = config.hidden_size, config.shared_intermediate_size
         options = dict(device=device, dtype=dtype)
@@ -48,7 +51,13 @@ class SharedExperts(nn.Module):
             nn.init.normal_(parameter, std=std)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[T, H]`` of ``hidden_states [T, H]``, in its dtype."""
+        """``[T, H]`` of floating ``hidden_states [T, H]``, in its dtype.
+
+        Raises:
+            MegaMoEError: wrong shape, dtype or device.
+        """
+        shape = (None, self.config.hidden_size)
+        check_tensor("hidden_states", hidden_states, shape, FLOATING, self.down_proj.device)
         up_proj = self.gate_up_proj if self.config.gated else self.up_proj
         dtype = compute_dtype(up_proj, hidden_states.device.type)
         x = hidden_states.to(dtype)

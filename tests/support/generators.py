@@ -11,10 +11,13 @@ from megamoe.types import Routing
 ROUTING_KINDS = ("uniform", "zipf", "one_expert", "empty_experts", "dropped", "duplicates", "none")
 """What ``random_routing`` can draw:
 
-uniform: K distinct experts, all equally likely. zipf: K distinct experts, expert e with odds 1 / (e + 1).
-one_expert: every slot of every token to the same expert. empty_experts: only every other expert, so that the first, some
-in the middle and (odd E) the last get nothing. dropped: uniform, a third of the slots emptied by ids outside ``[0, E)``,
-and every fifth token with no expert at all. duplicates: drawn with replacement. none: nothing is sent anywhere.
+- uniform: K distinct experts, all equally likely.
+- zipf: K distinct experts, expert e with odds 1 / (e + 1).
+- one_expert: every slot of every token to the same expert.
+- empty_experts: only every other expert, so that the first, some in the middle and (odd E) the last get none.
+- dropped: uniform, a third of the slots emptied by ids outside ``[0, E)``, every fifth token without any expert.
+- duplicates: drawn with replacement.
+- none: nothing is sent anywhere.
 """
 
 

@@ -1,6 +1,6 @@
 """A whole MoE layer written from the formulas, token by token: the expected values of the layer tests.
 
-Nothing here comes from ``megamoe`` but the config, which is read only. All is differentiable by autograd; meant for fp64.
+Nothing here comes from ``megamoe`` but the config. All is differentiable by autograd; meant for fp64.
 """
 
 from __future__ import annotations

@@ -14,10 +14,6 @@ from tests.support.generators import ExpertWeights
 ACTIVATIONS = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2")
 
 
-def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
 def plain_activation(pre: torch.Tensor, activation: str, clamp: float | None = None) -> torch.Tensor:
     """``[..., I]`` of pre-activations ``[..., 2I]``: the gate's half first, then up's."""
     if activation == "relu2":
@@ -28,9 +24,9 @@ def plain_activation(pre: torch.Tensor, activation: str, clamp: float | None = N
         gate = torch.where(gate > clamp, clamp, gate)
         up = torch.where(up > clamp, clamp, torch.where(up < -clamp, -clamp, up))
     if activation == "swiglu":
-        return gate * _sigmoid(gate) * up
+        return gate * torch.sigmoid(gate) * up
     if activation == "swiglu_oai":
-        return gate * _sigmoid(1.702 * gate) * (up + 1)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
     if activation == "geglu":
         return 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up
     assert activation == "geglu_tanh", activation
@@ -48,7 +44,7 @@ def plain_moe(
     """``[T, H]``: each token's sum over its slots of weight * expert(token); ids outside ``[0, E)`` add nothing."""
     out = []
     for token, experts in enumerate(topk_index.tolist()):
-        total = torch.zeros_like(hidden_states[token])
+        total = 0 * hidden_states[token]
         for slot, expert in enumerate(experts):
             if not 0 <= expert < weights.up_proj.shape[0]:
                 continue

@@ -1,0 +1,1 @@
+"""Training and text generation with megamoe layers: a byte-level mixture-of-experts language model."""
