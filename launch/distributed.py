@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,6 +92,10 @@ def open_world(
     finally:
         if not joined:
             dist.destroy_process_group()
+            if device.type == "cpu":
+                # A gloo thread may still have to release a tensor of the last collective, for which it needs the
+                # interpreter: one that finds it shutting down aborts the process.
+                time.sleep(0.2)
 
 
 def choose_expert_parallel(world_size: int, num_experts: int, expert_parallel: int | None) -> int:

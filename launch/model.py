@@ -67,10 +67,9 @@ class Attention(nn.Module):
         batch, length, hidden = x.shape
         qkv = self.qkv_proj(x).view(batch, length, 3, self.num_heads, hidden // self.num_heads)
         query, key, value = (part.transpose(1, 2) for part in qkv.unbind(dim=2))
-        query = apply_rope(self.q_norm(query), cos, sin)
-        key = apply_rope(self.k_norm(key), cos, sin)
-        # Under autocast the norms may return fp32 while the values are bf16.
-        query, key = query.to(value.dtype), key.to(value.dtype)
+        # Norm and rotation in fp32 under autocast, too.
+        query = apply_rope(self.q_norm(query.float()), cos, sin).to(value.dtype)
+        key = apply_rope(self.k_norm(key.float()), cos, sin).to(value.dtype)
         mask = None
         if cache is not None:
             past = cache.length

@@ -23,7 +23,7 @@ from launch.metrics import MetricsLog, MetricsWindow, late_expert_load_entropy, 
 from launch.model import LanguageModel, autocast, count_parameters, next_byte_loss
 from launch.optim import build_optimizer, learning_rate, set_learning_rate
 from launch.progress import Progress
-from megamoe import average_gradients, clip_grad_norm_, update_expert_biases
+from megamoe import average_gradients, clip_grad_norm_, set_aux_loss_scale, update_expert_biases
 
 # What a finished run leaves beside its metrics and checkpoints.
 RESULT_FILES = ("summary.json", "loss.png", "expert_load.png", "throughput.png")
@@ -68,6 +68,8 @@ class Trainer:
         self.slice.of(torch.empty(config.batch_size // config.accumulation))
         torch.manual_seed(config.seed)
         self.model = LanguageModel(model_config, world.expert_group, world.group, world.device)
+        # The main loss of each pass is divided so too.
+        set_aux_loss_scale(self.model, 1 / config.accumulation)
         self.optimizer = build_optimizer(self.model, config)
         self.window = MetricsWindow(model_config.num_layers, model_config.moe.num_experts, world.device)
         self.step = torch.zeros((), dtype=torch.int64)

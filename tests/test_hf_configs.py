@@ -286,6 +286,22 @@ def test_activations(hidden_act, activation):
     assert MoEConfig.from_hf({**fields, "hidden_act": hidden_act}).activation == activation
 
 
+@pytest.mark.parametrize(
+    ("case", "renormalize"),
+    [
+        ("Qwen2-57B-A14B", False),
+        ("Qwen3-30B-A3B", False),
+        ("OLMoE-1B-7B", False),
+        ("DeepSeek-V3", True),
+        ("GLM-4.5", True),
+    ],
+)
+def test_absent_norm_topk_prob_has_the_default_of_its_class(case, renormalize):
+    fields = {key: value for key, value in PUBLISHED[case][0].items() if key != "norm_topk_prob"}
+    assert MoEConfig.from_hf(fields).router.renormalize is renormalize
+    assert MoEConfig.from_hf({**fields, "norm_topk_prob": not renormalize}).router.renormalize is not renormalize
+
+
 def test_overrides_replace_fields():
     fields, expected = PUBLISHED["DeepSeek-V3"]
     router = RouterConfig(score="sigmoid")

@@ -110,8 +110,8 @@ def test_resume_with_other_settings_is_explained(small_model, small_training, si
 
 
 def test_accumulation_gives_the_same_gradient(small_model, small_training, single, tmp_path):
-    # Load balancing looks at one forward pass at a time, so it would tell the two apart.
-    router = dataclasses.replace(small_model.moe.router, aux_loss_coef=0.0, z_loss_coef=0.0)
+    # The load-balancing loss looks at one forward pass at a time and would tell the two apart; the z-loss is a mean.
+    router = dataclasses.replace(small_model.moe.router, aux_loss_coef=0.0, z_loss_coef=1.0)
     model = dataclasses.replace(small_model, moe=dataclasses.replace(small_model.moe, router=router))
     norms = {}
     for accumulation in (1, 4):

@@ -77,10 +77,23 @@ def test_routing_against_the_formulas(config, seed):
         assert float((actual - wanted).norm()) <= 1e-12 * float(wanted.norm()) + 1e-12
 
 
-def test_ties_go_to_the_lowest_id():
-    router = Router(layer(8, 3))
+@pytest.mark.parametrize("num_experts", [8, 512])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_ties_go_to_the_lowest_id(num_experts, groups):
+    router = Router(layer(num_experts, 3, num_groups=groups, topk_groups=min(groups, 2)))
     nn.init.zeros_(router.weight)
     assert torch.equal(router(torch.randn(5, HIDDEN)).topk_index, torch.tensor([[0, 1, 2]] * 5))
+
+
+def test_ties_at_the_cut_go_to_the_lowest_id():
+    # Expert 9 is best, then 1, 3, 5 and 7 are equal: two of them fit.
+    router = Router(layer(10, 3))
+    with torch.no_grad():
+        router.weight.zero_()
+        router.weight[9, 0], router.weight[1:9:2, 0] = 2.0, 1.0
+    tokens = torch.zeros(4, HIDDEN)
+    tokens[:, 0] = 1
+    assert torch.equal(router(tokens).topk_index, torch.tensor([[9, 1, 3]] * 4))
 
 
 @pytest.mark.parametrize("router", [dict(), dict(num_groups=4, topk_groups=2)], ids=["plain", "groups"])
@@ -167,8 +180,9 @@ def test_double_widens():
     assert router(torch.randn(3, HIDDEN, dtype=torch.float64)).topk_weights.dtype == torch.float64
 
 
-def test_float_returns_from_double_to_fp32():
-    router = Router(layer(expert_bias=True)).double().float()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_any_other_cast_returns_from_double_to_fp32(dtype):
+    router = Router(layer(expert_bias=True)).double().to(dtype)
     assert router.weight.dtype == router.expert_bias.dtype == torch.float32
 
 

@@ -38,7 +38,7 @@ def decode(code: torch.Tensor) -> torch.Tensor:
 
 
 def block_scales(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Scale max(amax, 1e-10) / 448, in fp32 values, of each block of a finite matrix ``x``; last blocks may be short."""
+    """Scale max(amax, 1e-10) / 448, in fp32 values, of each block of a finite matrix ``x``; the last may be short."""
     scales = [[part.abs().max() for part in rows.split(block[1], dim=1)] for rows in x.double().split(block[0], dim=0)]
     return (torch.tensor(scales, dtype=torch.float64).clamp(min=1e-10) / 448).float().double()
 
