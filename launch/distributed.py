@@ -128,5 +128,8 @@ def _choose_device(device_type: str, local_rank: int) -> torch.device:
 
 
 def _share_cpu_cores() -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    # Plain python keeps torch's own choice, which follows OMP_NUM_THREADS; torchrun would set that to 1.
+    if processes:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // processes))

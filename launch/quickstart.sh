@@ -46,7 +46,8 @@ python -m torch.distributed.run --standalone --nproc-per-node "$processes" launc
 
 echo
 echo "sample text:"
-OMP_NUM_THREADS="$(threads_for 1)" python launch/generate.py --run-dir "$run_dir" --prompt $'import os\n\n\ndef ' \
+# One byte at a time through a small model gains nothing from threads.
+OMP_NUM_THREADS=1 python launch/generate.py --run-dir "$run_dir" --prompt $'import os\n\n\ndef ' \
     --bytes "$sample_bytes" --output "$run_dir/sample.txt"
 
 echo

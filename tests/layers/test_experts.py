@@ -77,7 +77,9 @@ def test_sizes_around_the_row_alignment(precision, num_tokens, seed):
     expected = plain_moe(x.double(), index, weights.double(), weights_of(experts))
     out = experts(x, index, weights)
     assert out.shape == x.shape and out.dtype == x.dtype
-    assert_close(out, expected, 1e-5 if precision == "bf16" else 0.2)
+    # A single row of FP8 results scatters; a wrong row or expert would be off by more than 1.
+    fp8_tolerance = 0.12 if num_tokens > 100 else 0.5
+    assert_close(out, expected, 1e-5 if precision == "bf16" else fp8_tolerance)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "one_expert", "empty_experts", "dropped", "duplicates", "none"])
