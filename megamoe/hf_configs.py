@@ -42,7 +42,7 @@ def read_hf_config(hf_config: Any) -> dict[str, Any]:
     model_type = fields.get("model_type", default=None)
     if model_type is None:
         fail_type("hf_config", type(hf_config).__name__, "has no model_type", "Pass a transformers config or its dict.")
-    recipe = _RECIPES.get(model_type)
+    recipe = _RECIPES.get(model_type) if isinstance(model_type, str) else None
     if recipe is None:
         fail_value(
             "hf_config.model_type",
@@ -55,7 +55,7 @@ def read_hf_config(hf_config: Any) -> dict[str, Any]:
 
 def _activation(fields: _Fields) -> str:
     name = fields.get("hidden_act", default="silu")
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         fail_value(
             "hf_config.hidden_act", name, f"must be one of {', '.join(_ACTIVATIONS)}", "Write MoEConfig(...) yourself."
         )

@@ -384,3 +384,9 @@ def test_unknown_override():
     # A typo such as top_k_experts must not look like a bug of megamoe.
     with fails(ValueError, "MoEConfig key", "top_k_experts", "is not one of"):
         MoEConfig.from_hf(PUBLISHED["DeepSeek-V3"][0], top_k_experts=4)
+
+
+@pytest.mark.parametrize("field", ["model_type", "hidden_act"])
+def test_fields_of_another_type(field):
+    with fails(ValueError, f"hf_config.{field}", ["x"], "must be one of" if field == "hidden_act" else "is not one of"):
+        MoEConfig.from_hf({**PUBLISHED["DeepSeek-V3"][0], field: ["x"]})

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megamoe.comm.collective import CollectiveExchange
 from megamoe.comm.exchange import Exchange, LocalExchange
 from megamoe.config import MoEConfig, check_config
-from megamoe.errors import FLOATING, check_tensor, fail_value
+from megamoe.errors import FLOATING, check_tensor, fail_type, fail_value
 from megamoe.kernels.mlp import MlpOptions, grouped_mlp
 from megamoe.layers.parallel import check_same_on_all_ranks, local_tensor, resolve_group, shard_parameter
 from megamoe.layers.shared import compute_dtype
@@ -51,6 +51,8 @@ class Experts(nn.Module):
     ):
         super().__init__()
         check_config(config)
+        if dtype is not None and dtype not in FLOATING:
+            fail_type("dtype", dtype, "must be a floating dtype of 16 bits or more", "Pass torch.bfloat16, say.")
         self.config = config
         device = torch.device(device) if device is not None else torch.get_default_device()
         process_group, mesh = resolve_group(group, device.type)

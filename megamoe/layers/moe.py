@@ -13,6 +13,7 @@ from megamoe.layers.experts import Experts
 from megamoe.layers.parallel import resolve_group
 from megamoe.layers.router import Router
 from megamoe.layers.shared import SharedExperts
+from megamoe.types import Routing
 
 
 class MoE(nn.Module):
@@ -54,6 +55,8 @@ class MoE(nn.Module):
             if balance_group is not None:
                 counted, _ = resolve_group(balance_group, device_type, "balance_group")
             router = Router(config, counted, device)
+        elif not isinstance(router, nn.Module):
+            fail_type("router", type(router).__name__, "must be an nn.Module", "Derive it from torch.nn.Module.")
         self.router = router
         self.experts = Experts(config, group, device, dtype)
         self.shared_experts = SharedExperts(config, device, dtype) if config.shared_intermediate_size else None
@@ -96,6 +99,8 @@ class MoE(nn.Module):
             check_tensor("token_mask", token_mask, tuple(hidden_states.shape[:-1]), (torch.bool,), hidden_states.device)
             token_mask = token_mask.reshape(-1)
         routing = self.router(tokens, token_mask)
+        if not isinstance(routing, Routing):
+            fail_type("router's result", type(routing).__name__, "must be a Routing", "Return megamoe.Routing(...).")
         out = self.experts(tokens, routing.topk_index, routing.topk_weights)
         if self.shared_experts is not None:
             out = out + self.shared_experts(tokens)

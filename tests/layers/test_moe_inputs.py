@@ -126,3 +126,21 @@ def test_config_must_be_a_config(config):
 def test_groups_must_be_groups(argument):
     with fails(TypeError, argument, "int", "must be a ProcessGroup, a 1-D DeviceMesh or None"):
         MoE(layer(), **{argument: 3})
+
+
+class TupleRouter(torch.nn.Module):
+    def forward(self, hidden_states, token_mask=None):
+        index = torch.zeros(hidden_states.shape[0], 1, dtype=torch.int64)
+        return index, torch.ones(index.shape)
+
+
+def test_custom_router_must_be_a_module_that_returns_a_routing():
+    with fails(TypeError, "router", "function", "must be an nn.Module"):
+        MoE(layer(), router=lambda hidden_states, token_mask: None)
+    with fails(TypeError, "router's result", "tuple", "must be a Routing"):
+        MoE(layer(), router=TupleRouter())(torch.ones(3, HIDDEN))
+
+
+def test_dtype_must_be_floating():
+    with fails(TypeError, "dtype", torch.int32, "must be a floating dtype"):
+        MoE(layer(), dtype=torch.int32)
