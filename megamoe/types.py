@@ -89,14 +89,27 @@ class DispatchedRows:
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """An e4m3 tensor with one FP32 scale per block: value = code * scale of its block.
+    """An e4m3 tensor with one scale per block: value = code * scale of its block.
 
     Attributes:
         codes: float8_e4m3fn ``[..., M, N]``.
-        scales: float32 ``[..., ceil(M / block[0]), ceil(N / block[1])]``.
-        block: rows and columns that share a scale: (1, 128), (128, 128) or (128, 1).
+        scales: ``[..., ceil(M / block[0]), ceil(N / block[1])]``, float32, or uint8 UE8M0 codes (MXFP8).
+        block: rows and columns that share a scale: (1, 128), (1, 32), (128, 128) or (128, 1).
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     block: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Fp4Tensor:
+    """An e2m1 tensor, two codes per byte, with one UE8M0 scale per row and 32 columns.
+
+    Attributes:
+        packed: uint8 ``[..., M, N / 2]``, the even column in the low half of each byte.
+        scales: uint8 ``[..., M, ceil(N / 32)]``, UE8M0 codes.
+    """
+
+    packed: torch.Tensor
+    scales: torch.Tensor

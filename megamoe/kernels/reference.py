@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from megamoe.config import SWIGLU_OAI_ALPHA
+from megamoe.kernels.formats import FP8_MAX, multiply_blocks, quantize_blocks
 from megamoe.types import ExpertLayout, Fp8Tensor
 
 FP8_BLOCK = 128
-FP8_MAX = 448.0
-FP8_MIN_AMAX = 1e-10
 
 
 def accumulation_dtype(*tensors: torch.Tensor) -> torch.dtype:
@@ -107,32 +106,19 @@ def combine_slots(rows: torch.Tensor, slot_to_row: torch.Tensor, out_dtype: torc
 # ---------------------------------------------------------------- FP8
 
 
-def _blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """``x [..., M, N]`` zero-padded and viewed as ``[..., M', block[0], N', block[1]]``."""
-    rows, cols = x.shape[-2:]
-    x = F.pad(x, (0, -cols % block[1], 0, -rows % block[0]))
-    return x.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
-
-
 def quantize(x: torch.Tensor, block: tuple[int, int]) -> Fp8Tensor:
     """e4m3 codes of ``x [..., M, N]`` with one fp32 scale per block: scale = max(amax, 1e-10) / 448.
 
     Codes are rounded to nearest even and saturate; a NaN or Inf spoils its own block only. A short last block counts
     as padded with zeros.
     """
-    blocks = _blocks(x.float(), block)
-    # A dimension of size 0 has no amax; it has no scale either.
-    amax = blocks.abs().amax(dim=(-3, -1)) if x.numel() else blocks.new_zeros(*blocks.shape[:-3], blocks.shape[-2])
-    scales = amax.clamp(min=FP8_MIN_AMAX) / FP8_MAX
-    codes = (blocks * scales.reciprocal()[..., :, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
-    codes = codes.flatten(-4, -3).flatten(-2, -1)[..., : x.shape[-2], : x.shape[-1]]
-    return Fp8Tensor(codes.contiguous().to(torch.float8_e4m3fn), scales, block)
+    values, scales = quantize_blocks(x, block, FP8_MAX, power_of_two=False)
+    return Fp8Tensor(values.contiguous().to(torch.float8_e4m3fn), scales, block)
 
 
 def dequantize(x: Fp8Tensor) -> torch.Tensor:
     """fp32 ``[..., M, N]``: code times the scale of its block."""
-    values = _blocks(x.codes.float(), x.block) * x.scales[..., :, None, :, None]
-    return values.flatten(-4, -3).flatten(-2, -1)[..., : x.codes.shape[-2], : x.codes.shape[-1]]
+    return multiply_blocks(x.codes, x.scales, x.block)
 
 
 # ---------------------------------------------------------------- grouped GEMM
