@@ -48,7 +48,9 @@ def block_scales(amax: torch.Tensor, largest: float, power_of_two: bool, min_ama
 
     A block with NaN has scale NaN; one with Inf has scale Inf, or NaN as a power of two: it decodes to NaN throughout.
     """
-    scales = amax.float().clamp(min=min_amax) / largest
+    amax = amax.float().clamp(min=min_amax)
+    # By a tensor: by a number, CUDA multiplies with the reciprocal, and the last bit would depend on the device.
+    scales = amax / torch.full_like(amax, largest)
     return round_up_to_power_of_two(scales) if power_of_two else scales
 
 

@@ -33,7 +33,7 @@ def _check_scales(scales: torch.Tensor, *dtypes: torch.dtype) -> None:
         fail_type("scales.dtype", scales.dtype, f"must be {names}", "Cast them first.")
 
 
-def _empty_mn_major(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty_mn_major(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros of ``shape [..., mn, k]``, MN-major and TMA-aligned; the alignment's padding is zero too."""
     *groups, mn, k = shape
     storage = torch.zeros(*groups, k, tma_aligned_size(mn, dtype.itemsize), dtype=dtype, device=device)
@@ -58,7 +58,7 @@ def to_mn_major(scales: torch.Tensor) -> torch.Tensor:
     _check_scales(scales, torch.float32)
     if is_mn_major(scales):
         return scales
-    return _empty_mn_major(scales.shape, torch.float32, scales.device).copy_(scales)
+    return empty_mn_major(scales.shape, torch.float32, scales.device).copy_(scales)
 
 
 def _check_powers_of_two(scales: torch.Tensor, rows: torch.Tensor | None = None) -> None:
@@ -108,7 +108,7 @@ def pack_ue8m0(
     if rows is not None:
         codes = codes.masked_fill(~rows.unsqueeze(-1), 0)
     words = _words(codes)
-    return _empty_mn_major(words.shape, torch.int32, scales.device).copy_(words)
+    return empty_mn_major(words.shape, torch.int32, scales.device).copy_(words)
 
 
 def _rows_of_groups(group_ends: torch.Tensor, alignment: int, mn: int) -> torch.Tensor:
