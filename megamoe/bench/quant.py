@@ -12,7 +12,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megamoe.kernels.quant import quantize_blockwise_both, quantize_rowwise, swiglu_quantize_rowwise
+from megamoe.kernels.quant import (
+    quantize_blockwise_both,
+    quantize_rowwise,
+    swiglu_backward_quantize_rowwise,
+    swiglu_quantize_rowwise,
+)
 
 ROUNDS = 15
 
@@ -45,6 +50,7 @@ def cases() -> list[tuple[str, Callable[[], object], int, int, float | None]]:
     weight = torch.randn(32, 4096, 7168, device=device, dtype=torch.bfloat16)
     pre = torch.randn(65536, 4096, device=device, dtype=torch.bfloat16)
     row_weights = torch.rand(65536, device=device)
+    grad = torch.randn(65536, 2048, device=device, dtype=torch.bfloat16)
     scale_bytes = 4 / 128
     return [
         ("row-wise [8192, 7168]", lambda: quantize_rowwise(x), int(x.numel() * (3 + scale_bytes)), 10, 0.80),
@@ -68,6 +74,13 @@ def cases() -> list[tuple[str, Callable[[], object], int, int, float | None]]:
             int(pre.numel() * (2 + 0.5 + scale_bytes / 2)),
             5,
             0.80,
+        ),
+        (
+            "SwiGLU backward + row-wise [65536, 2048]",
+            lambda: swiglu_backward_quantize_rowwise(grad, pre, row_weights),
+            int(grad.numel() * 2 + pre.numel() * (3 + scale_bytes)),
+            5,
+            None,
         ),
         ("row-wise [128, 7168]", lambda: quantize_rowwise(few), int(few.numel() * (3 + scale_bytes)), 50, None),
     ]

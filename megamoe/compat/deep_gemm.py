@@ -96,7 +96,9 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
         fail_value(
             "ks_cpu", ks_cpu, f"must have {grouped_layout.numel()} entries as grouped_layout", "Check the groups."
         )
-    return scales.pack_ue8m0_k_grouped(sf, [ceil_div(k, gran_k) for k in ks])
+    sizes = [ceil_div(k, gran_k) for k in ks]
+    # The psum form may come with room for more rows than the groups use.
+    return scales.pack_ue8m0_k_grouped(sf[: sum(sizes)] if use_psum_layout else sf, sizes)
 
 
 def _arch_of(tensor: torch.Tensor) -> int:
@@ -137,7 +139,13 @@ def transform_sf_into_required_layout(
     )
 
 
-transform_weights_for_mega_moe = weights.transform_weights_for_mega_moe
+def transform_weights_for_mega_moe(
+    l1_weights: weights.Weight, l2_weights: weights.Weight, activation: str = "swiglu"
+) -> tuple[weights.Weight, weights.Weight]:
+    """See ``megamoe.kernels.weights.transform_weights_for_mega_moe``; the activation is always SwiGLU."""
+    check_choice("activation", activation, ("swiglu",))
+    return weights.transform_weights_for_mega_moe(l1_weights, l2_weights)
+
 
 # ---------------------------------------------------------------- casts
 
@@ -151,12 +159,18 @@ def pack_ue8m0_to_int(x: torch.Tensor) -> torch.Tensor:
     """int32 ``[..., k / 4]`` of fp32 powers of two ``[..., k]``, k % 4 == 0."""
     if x.dtype != torch.float32 or x.shape[-1] % 4:
         fail_type("x", f"{x.dtype} {list(x.shape)}", "must be fp32 with a last dimension of 4 n", "Pad with 1.0.")
+    scales.check_powers_of_two(x.contiguous())
     return formats.encode_ue8m0(x).view(torch.int32)
 
 
 def unpack_ue8m0_from_int(packed_sf: torch.Tensor) -> torch.Tensor:
     """The inverse of ``pack_ue8m0_to_int``."""
     return formats.decode_ue8m0(packed_sf.contiguous().view(torch.uint8))
+
+
+def _check_packed(use_ue8m0: bool, use_packed_ue8m0: bool) -> None:
+    if use_packed_ue8m0 and not use_ue8m0:
+        fail_value("use_packed_ue8m0", True, "needs use_ue8m0", "Set both.")
 
 
 def _packed(sf: torch.Tensor, use_packed_ue8m0: bool) -> torch.Tensor:
@@ -167,6 +181,7 @@ def per_token_cast_to_fp8(
     x: torch.Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 ``[m, n]`` and scales ``[m, ceil(n / gran_k)]``."""
+    _check_packed(use_ue8m0, use_packed_ue8m0)
     cast = quant.quantize_rowwise(x, gran_k, power_of_two=use_ue8m0, min_amax=MIN_AMAX)
     return cast.codes, _packed(cast.scales, use_packed_ue8m0)
 
@@ -187,6 +202,16 @@ def per_block_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool, gran_k: int = 128) -
     return cast.codes, cast.scales
 
 
+def per_custom_dims_cast_to_fp8(
+    x: torch.Tensor, dims: tuple[int, ...], use_ue8m0: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 of ``x`` and its scales, one per index of the dimensions ``dims``; others share."""
+    shared = tuple(dim for dim in range(x.dim()) if dim not in dims)
+    amax = x.abs().float().amax(dim=shared, keepdim=True)
+    sf = formats.block_scales(amax, formats.FP8_MAX, use_ue8m0, MIN_AMAX)
+    return (x * sf.reciprocal()).to(torch.float8_e4m3fn), sf.squeeze()
+
+
 def per_token_cast_to_fp4(
     x: torch.Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,8 +219,7 @@ def per_token_cast_to_fp4(
 
     As DeepGEMM's, and unlike ``quantize_fp4``: ties go towards zero and a negative zero loses its sign.
     """
-    if use_packed_ue8m0 and not use_ue8m0:
-        fail_value("use_packed_ue8m0", True, "needs use_ue8m0", "Set both.")
+    _check_packed(use_ue8m0, use_packed_ue8m0)
     if x.dim() != 2 or x.shape[1] % 2:
         fail_value("x.shape", list(x.shape), "must be [m, n] with n even", "Pad n.")
     values, sf = formats.quantize_blocks(x, (1, gran_k), formats.FP4_MAX, use_ue8m0, MIN_AMAX)
@@ -211,12 +235,13 @@ def cast_back_from_fp4(
 ) -> torch.Tensor:
     """fp32 ``[m, n]`` of what ``per_token_cast_to_fp4`` returned."""
     sf = unpack_ue8m0_from_int(sf) if use_packed_ue8m0 else sf
-    values = formats.decode_e2m1(formats.unpack_fp4(packed))
-    return formats.multiply_blocks(values, sf[:, : ceil_div(values.shape[1], gran_k)], (1, gran_k))
+    # Plus zero: -0.0 decodes to 0.0 there.
+    values = formats.decode_e2m1(formats.unpack_fp4(packed)) + 0.0
+    return formats.multiply_blocks(values, sf[:, : ceil_div(values.shape[1], gran_k)], (1, gran_k)).contiguous()
 
 
 def transpose_packed_fp4(a: torch.Tensor) -> torch.Tensor:
     """int8 ``[n, m / 2]``, the transposed matrix of packed e2m1 codes ``[m, n / 2]``; m % 2 == 0."""
     if a.dtype != torch.int8 or a.dim() != 2 or a.shape[0] % 2:
         fail_type("a", f"{a.dtype} {list(a.shape)}", "must be int8 [m, n / 2] with m even", "Pad m.")
-    return formats.pack_fp4(formats.unpack_fp4(a).t()).view(torch.int8)
+    return formats.pack_fp4(formats.unpack_fp4(a).t().contiguous()).view(torch.int8)

@@ -93,6 +93,15 @@ def variants() -> Iterator[Variant]:
                         4,
                         ("num_cols", "x_stride", "codes_stride"),
                     )
+            for group in (128, 32):
+                yield Variant(
+                    f"columnwise {group}x1, {ending}",
+                    triton_quant._columnwise_kernel,
+                    dict(x=f"*{dtype}", x_matrix_stride="i64", x_stride="i32", **cast),
+                    dict(GROUP=group, COLUMNS=64, **options),
+                    4,
+                    ("num_cols", "x_stride", "x_matrix_stride"),
+                )
             for transpose in (False, True):
                 yield Variant(
                     f"blockwise{' + transpose' if transpose else ''}, {ending}",
@@ -119,6 +128,32 @@ def variants() -> Iterator[Variant]:
                     4,
                     ("num_cols", "pre_stride"),
                 )
+                yield Variant(
+                    f"swiglu backward, {rows} rows, {dtype}{', clamp' if clamp else ''}",
+                    triton_quant._swiglu_backward_kernel,
+                    dict(
+                        grad=f"*{dtype}",
+                        pre=f"*{dtype}",
+                        row_weights="*fp32",
+                        grad_weights="*fp32",
+                        grad_stride="i32",
+                        pre_stride="i32",
+                        clamp="fp32",
+                        **cast,
+                        **strides,
+                    ),
+                    dict(GROUP=128, ROWS=rows, GROUPS=4, LARGEST=448.0, CLAMP=clamp),
+                    4,
+                    ("num_cols", "grad_stride", "pre_stride"),
+                )
+    yield Variant(
+        "pack UE8M0",
+        triton_quant._pack_fp32_into_ue8m0_kernel,
+        dict(scales="*i32", packed="*i32", first_rows="*i64", row_counts="*i64", num_words="i32", mn="i32"),
+        dict(WORDS=4, COLUMNS=512),
+        4,
+        ("mn",),
+    )
 
 
 def compile_variant(variant: Variant, target: GPUTarget) -> Report:

@@ -25,7 +25,7 @@ from megamoe.kernels.formats import (
     quantize_blocks,
     unpack_fp4,
 )
-from megamoe.kernels.reference import activate
+from megamoe.kernels.reference import activate, activate_backward
 from megamoe.kernels.scales import empty_mn_major
 from megamoe.types import Fp4Tensor, Fp8Tensor
 
@@ -55,6 +55,12 @@ def _rows_in_columns_order(x: torch.Tensor) -> torch.Tensor:
     """``x [..., M, N]`` as ``[M', N]`` with contiguous columns, without a copy where its strides allow."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _matrices(x: torch.Tensor) -> torch.Tensor:
+    """``x [..., M, N]`` as ``[e, M, N]`` with contiguous columns, without a copy where its strides allow."""
+    matrices = x.reshape(-1, *x.shape[-2:])
+    return matrices if matrices.stride(-1) == 1 else matrices.contiguous()
 
 
 def _check_group(group: int) -> None:
@@ -158,6 +164,49 @@ def swiglu_quantize_rowwise(
     return result
 
 
+def swiglu_backward_quantize_rowwise(
+    grad: torch.Tensor,
+    pre: torch.Tensor,
+    row_weights: torch.Tensor,
+    clamp: float | None = None,
+    *,
+    mn_major: bool = False,
+) -> tuple[Fp8Tensor, torch.Tensor]:
+    """The backward pass of silu(gate) * up * weight in fp32, its result cast row-wise: the operand of dgrad. One pass.
+
+    Args:
+        grad: floating ``[P, I]``, gradient of the weighted activation; I a multiple of 128: no block spans both halves.
+        pre, row_weights, clamp, mn_major: as for ``swiglu_quantize_rowwise``.
+
+    Returns:
+        The gradient of ``pre``, codes ``[P, 2I]`` and scales ``[P, 2I / 128]``, and that of the weights, fp32 ``[P]``.
+
+    Raises:
+        MegaMoEError: wrong shape, dtype or device.
+    """
+    _check_matrix("grad", grad)
+    width = grad.shape[-1]
+    if grad.dim() != 2 or width % BLOCK:
+        fail_value("grad.shape", list(grad.shape), f"must be [P, I] with I a multiple of {BLOCK}", "Pad I with zeros.")
+    check_tensor("pre", pre, (grad.shape[0], 2 * width), FLOATING, grad.device)
+    check_tensor("row_weights", row_weights, grad.shape[:1], FLOATING, grad.device)
+    result = _rowwise_result(pre.shape, BLOCK, mn_major, None, pre.device)
+    if _runs_triton(pre) and _runs_triton(grad):
+        from megamoe.kernels import triton_quant
+
+        operands = _rows_in_columns_order(grad), _rows_in_columns_order(pre), row_weights.contiguous()
+        grad_weights = torch.empty(grad.shape[0], device=grad.device)
+        outputs = result.codes, result.scales, grad_weights
+        triton_quant.swiglu_backward(*operands, *outputs, BLOCK, FP8_MAX, MIN_AMAX, clamp)
+        return result, grad_weights
+    weights = row_weights.float().unsqueeze(1)
+    act, grad_pre = activate_backward(pre.float(), grad.float() * weights, "swiglu", clamp)
+    cast = _cast_fp8(grad_pre, (1, BLOCK), False, MIN_AMAX)
+    result.codes.copy_(cast.codes)
+    result.scales.copy_(cast.scales)
+    return result, (grad.float() * act).sum(dim=1)
+
+
 def quantize_columnwise(
     x: torch.Tensor, *, power_of_two: bool = False, min_amax: float = MIN_AMAX, group: int = BLOCK
 ) -> Fp8Tensor:
@@ -171,7 +220,14 @@ def quantize_columnwise(
     """
     _check_matrix("x", x)
     _check_group(group)
-    return _cast_fp8(x, (group, 1), power_of_two, min_amax)
+    if not _runs_triton(x):
+        return _cast_fp8(x, (group, 1), power_of_two, min_amax)
+    from megamoe.kernels import triton_quant
+
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(*x.shape[:-2], -(-x.shape[-2] // group), x.shape[-1], device=x.device)
+    triton_quant.columnwise(_matrices(x), codes, scales, group, FP8_MAX, power_of_two, min_amax)
+    return Fp8Tensor(codes, scales, (group, 1))
 
 
 def quantize_blockwise(x: torch.Tensor, *, power_of_two: bool = False, min_amax: float = MIN_AMAX) -> Fp8Tensor:
@@ -214,11 +270,9 @@ def _blockwise(x: torch.Tensor, power_of_two: bool, min_amax: float, with_transp
         )
         for shape in shapes
     )
-    matrices = x.reshape(-1, *x.shape[-2:])
-    matrices = matrices if matrices.stride(-1) == 1 else matrices.contiguous()
     codes, scales = results[0].codes, results[0].scales
     transposed = (results[1].codes, results[1].scales) if with_transpose else None
-    triton_quant.blockwise(matrices, codes, scales, transposed, BLOCK, FP8_MAX, power_of_two, min_amax)
+    triton_quant.blockwise(_matrices(x), codes, scales, transposed, BLOCK, FP8_MAX, power_of_two, min_amax)
     return results
 
 

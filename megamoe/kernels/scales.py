@@ -42,6 +42,8 @@ def empty_mn_major(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
 
 def is_mn_major(scales: torch.Tensor) -> bool:
     """Whether ``scales [..., mn, k]`` already are MN-major, TMA-aligned and dense from group to group."""
+    if not scales.numel():
+        return True
     mn, k = scales.shape[-2:]
     aligned = tma_aligned_size(mn, scales.element_size())
     dense = scales.dim() == 2 or scales.stride(0) == aligned * k
@@ -61,9 +63,12 @@ def to_mn_major(scales: torch.Tensor) -> torch.Tensor:
     return empty_mn_major(scales.shape, torch.float32, scales.device).copy_(scales)
 
 
-def _check_powers_of_two(scales: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+def check_powers_of_two(scales: torch.Tensor, rows: torch.Tensor | None = None) -> None:
     """Every scale (of ``rows``, a mask along mn) is a positive power of two or NaN; waits for the device."""
-    wrong = (scales.view(torch.int32) & 0x7FFFFF != 0) & ~scales.isnan() | (scales <= 0) | scales.isinf()
+    bits = scales.view(torch.int32)
+    # 2^-127, code 0, is the one power of two among the subnormal numbers that UE8M0 has.
+    fits = (bits & 0x7FFFFF == 0) & (scales > 0) & ~scales.isinf() | scales.isnan() | (bits == 1 << 22)
+    wrong = ~fits
     if rows is not None:
         wrong &= rows.unsqueeze(-1)
     if wrong.any():
@@ -103,7 +108,7 @@ def pack_ue8m0(
         rows = _rows_of_groups(group_ends, group_alignment, scales.shape[0])
     scales = scales.contiguous()
     if check:
-        _check_powers_of_two(scales, rows)
+        check_powers_of_two(scales, rows)
     codes = scales.view(torch.int32) >> 23 & 0xFF
     if rows is not None:
         codes = codes.masked_fill(~rows.unsqueeze(-1), 0)
@@ -167,10 +172,38 @@ def pack_ue8m0_k_grouped(scales: torch.Tensor, groups: list[int], *, check: bool
         fail_value("scales.shape", list(scales.shape), "must have mn % 4 == 0", "Pad mn.")
     scales = scales.contiguous()
     if check:
-        _check_powers_of_two(scales)
-    codes = scales.view(torch.int32) >> 23 & 0xFF
-    packed = [_words(part.t()).t() for part in codes.split(groups)]
-    return torch.cat(packed).contiguous() if packed else codes.new_empty(0, scales.shape[1])
+        check_powers_of_two(scales)
+    sizes = torch.tensor(groups, dtype=torch.int64, device=scales.device)
+    return pack_rows(scales, sizes, sum(-(-size // CODES_PER_WORD) for size in groups))
+
+
+def pack_rows(scales: torch.Tensor, sizes: torch.Tensor, num_words: int) -> torch.Tensor:
+    """Packs rows of contiguous ``scales [sum of sizes, mn]`` by groups of ``sizes`` (int64 ``[G]``, on their device).
+
+    Returns:
+        int32 ``[num_words, mn]``: ceil(size / 4) words of each group; words past the last group are 0. Nothing waits
+        for the device.
+    """
+    words = (sizes + CODES_PER_WORD - 1) // CODES_PER_WORD
+    word_ends, row_ends = words.cumsum(0), sizes.cumsum(0)
+    word = torch.arange(num_words, device=scales.device)
+    group = torch.searchsorted(word_ends, word, right=True).clamp(max=max(sizes.numel() - 1, 0))
+    if not num_words or not sizes.numel():
+        return torch.zeros(num_words, scales.shape[1], dtype=torch.int32, device=scales.device)
+    inside = CODES_PER_WORD * (word - word_ends[group] + words[group])
+    first = row_ends[group] - sizes[group] + inside
+    count = (sizes[group] - inside).clamp(0, CODES_PER_WORD)
+    packed = torch.empty(num_words, scales.shape[1], dtype=torch.int32, device=scales.device)
+    if scales.is_cuda:
+        from megamoe.kernels import triton_quant
+
+        triton_quant.pack_ue8m0_rows(scales, packed, first, count)
+        return packed
+    packed.zero_()
+    for code in range(CODES_PER_WORD):
+        rows = scales.view(torch.int32)[(first + code).clamp(max=max(scales.shape[0] - 1, 0))]
+        packed |= (rows >> 23 & 0xFF).masked_fill((count <= code).unsqueeze(1), 0) << 8 * code
+    return packed
 
 
 def broadcast_rows(scales: torch.Tensor, mn: int, gran_mn: int) -> torch.Tensor:

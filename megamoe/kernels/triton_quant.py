@@ -67,6 +67,35 @@ def _rowwise_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
+def _columnwise_kernel(
+    x,
+    codes,
+    scales,
+    num_rows,
+    num_cols,
+    x_matrix_stride,
+    x_stride,
+    min_amax,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    group, matrix = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row = group * GROUP + tl.arange(0, GROUP)
+    col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row64, fits = row.to(tl.int64), col < num_cols
+    mask = (row < num_rows)[:, None] & fits[None, :]
+    start = x + matrix * x_matrix_stride
+    value = tl.load(start + row64[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    scale = _scale_of(tl.max(_magnitude_bits(value), axis=0), min_amax, LARGEST, POWER_OF_TWO)
+    code = (value * tl.div_rn(1.0, scale)[None, :]).to(tl.float8e4nv)
+    tl.store(codes + matrix * num_rows * num_cols + row64[:, None] * num_cols + col[None, :], code, mask=mask)
+    scale_row = matrix * tl.cdiv(num_rows, GROUP) + group
+    tl.store(scales + scale_row * num_cols + col, scale, mask=fits)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _blockwise_kernel(
     x,
     codes,
@@ -152,6 +181,85 @@ def _swiglu_rowwise_kernel(
     tl.store(scales + offset, scale, mask=scale_mask)
 
 
+@triton.jit
+def _swiglu_backward_kernel(
+    grad,
+    pre,
+    row_weights,
+    codes,
+    scales,
+    grad_weights,
+    num_rows,
+    num_cols,
+    grad_stride,
+    pre_stride,
+    scale_row_stride,
+    scale_group_stride,
+    min_amax,
+    clamp,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    CLAMP: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row64, row_fits = row.to(tl.int64), row < num_rows
+    weight = tl.load(row_weights + row, mask=row_fits, other=0.0).to(tl.float32)[:, None, None]
+    weight_grad = tl.zeros([ROWS], dtype=tl.float32)
+    for first in range(0, tl.cdiv(num_cols, GROUP), GROUPS):
+        group = first + tl.arange(0, GROUPS)
+        col = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        mask = row_fits[:, None, None] & (col < num_cols)[None, :, :]
+        start = pre + row64[:, None, None] * pre_stride + col[None, :, :]
+        gate = tl.load(start, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(start + num_cols, mask=mask, other=0.0).to(tl.float32)
+        upstream = tl.load(grad + row64[:, None, None] * grad_stride + col[None, :, :], mask=mask, other=0.0)
+        upstream = upstream.to(tl.float32)
+        gate_clamped, up_clamped = gate, up
+        if CLAMP:
+            gate_clamped = tl.where(gate > clamp, clamp, gate)
+            up_clamped = tl.where(up > clamp, clamp, tl.where(up < -clamp, -clamp, up))
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate_clamped))
+        silu = gate_clamped * sigmoid
+        weight_grad += tl.sum(tl.sum(upstream * silu * up_clamped, axis=2), axis=1)
+        upstream *= weight
+        gate_grad = upstream * up_clamped * sigmoid * (1.0 + gate_clamped * (1.0 - sigmoid))
+        up_grad = upstream * silu
+        if CLAMP:
+            gate_grad = tl.where(gate > clamp, 0.0, gate_grad)
+            up_grad = tl.where((up > clamp) | (up < -clamp), 0.0, up_grad)
+        scale_mask = row_fits[:, None] & (group * GROUP < num_cols)[None, :]
+        for half in tl.static_range(2):
+            value = gate_grad if half == 0 else up_grad
+            scale = _scale_of(tl.max(_magnitude_bits(value), axis=2), min_amax, LARGEST, False)
+            code = (value * tl.div_rn(1.0, scale)[:, :, None]).to(tl.float8e4nv)
+            column = half * num_cols + col
+            tl.store(codes + row64[:, None, None] * 2 * num_cols + column[None, :, :], code, mask=mask)
+            index = (half * (num_cols // GROUP) + group).to(tl.int64)
+            offset = row64[:, None] * scale_row_stride + index[None, :] * scale_group_stride
+            tl.store(scales + offset, scale, mask=scale_mask)
+    tl.store(grad_weights + row, weight_grad, mask=row_fits)
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def _pack_fp32_into_ue8m0_kernel(
+    scales, packed, first_rows, row_counts, num_words, mn, WORDS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    word_fits, col_fits = word < num_words, col < mn
+    first = tl.load(first_rows + word, mask=word_fits, other=0)
+    count = tl.load(row_counts + word, mask=word_fits, other=0)
+    result = tl.zeros([WORDS, COLUMNS], dtype=tl.int32)
+    for code in tl.static_range(4):
+        mask = (code < count)[:, None] & col_fits[None, :]
+        bits = tl.load(scales + (first + code)[:, None] * mn + col[None, :], mask=mask, other=0)
+        result |= ((bits >> 23) & 0xFF) << (8 * code)
+    mask = word_fits[:, None] & col_fits[None, :]
+    tl.store(packed + word.to(tl.int64)[:, None] * mn + col[None, :], result, mask=mask)
+
+
 def _row_tile(num_rows: int, group: int) -> tuple[int, int]:
     """(rows, groups) of a program: 2048 elements, less for few rows so that all multiprocessors have work."""
     groups = 512 // group
@@ -231,6 +339,39 @@ def blockwise(
         )
 
 
+def columnwise(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    group: int,
+    largest: float,
+    power_of_two: bool,
+    min_amax: float,
+) -> None:
+    """Casts ``x [e, M, N]`` (stride 1 along N) into ``codes [e, M, N]`` and ``scales [e, ceil(M / group), N]``."""
+    matrices, num_rows, num_cols = x.shape
+    columns = 64
+    grid = (triton.cdiv(num_cols, columns), triton.cdiv(num_rows, group), matrices)
+    if not all(grid):
+        return
+    with torch.cuda.device(x.device):
+        _columnwise_kernel[grid](
+            x,
+            codes,
+            scales,
+            num_rows,
+            num_cols,
+            x.stride(0),
+            x.stride(1),
+            min_amax,
+            GROUP=group,
+            COLUMNS=columns,
+            LARGEST=largest,
+            POWER_OF_TWO=power_of_two,
+            num_warps=4,
+        )
+
+
 def swiglu_rowwise(
     pre: torch.Tensor,
     row_weights: torch.Tensor,
@@ -265,5 +406,69 @@ def swiglu_rowwise(
             GROUPS=groups,
             LARGEST=largest,
             CLAMP=clamp is not None,
+            num_warps=4,
+        )
+
+
+def swiglu_backward(
+    grad: torch.Tensor,
+    pre: torch.Tensor,
+    row_weights: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    grad_weights: torch.Tensor,
+    group: int,
+    largest: float,
+    min_amax: float,
+    clamp: float | None,
+) -> None:
+    """Casts the gradient of ``pre [P, 2I]`` for ``grad [P, I]`` and writes the weights'; I a multiple of ``group``."""
+    num_rows, num_cols = grad.shape
+    rows, groups = _row_tile(num_rows, group)
+    if not num_rows:
+        return
+    with torch.cuda.device(pre.device):
+        _swiglu_backward_kernel[(triton.cdiv(num_rows, rows),)](
+            grad,
+            pre,
+            row_weights,
+            codes,
+            scales,
+            grad_weights,
+            num_rows,
+            num_cols,
+            grad.stride(0),
+            pre.stride(0),
+            scales.stride(0),
+            scales.stride(1),
+            min_amax,
+            0.0 if clamp is None else clamp,
+            GROUP=group,
+            ROWS=rows,
+            GROUPS=groups,
+            LARGEST=largest,
+            CLAMP=clamp is not None,
+            num_warps=4,
+        )
+
+
+def pack_ue8m0_rows(
+    scales: torch.Tensor, packed: torch.Tensor, first_rows: torch.Tensor, row_counts: torch.Tensor
+) -> None:
+    """Row w of int32 ``packed [W, mn]``: exponents of ``row_counts[w]`` rows of ``scales`` from ``first_rows[w]``."""
+    num_words, mn = packed.shape
+    if not packed.numel():
+        return
+    words, columns = 4, 512
+    with torch.cuda.device(scales.device):
+        _pack_fp32_into_ue8m0_kernel[(triton.cdiv(num_words, words), triton.cdiv(mn, columns))](
+            scales.view(torch.int32),
+            packed,
+            first_rows,
+            row_counts,
+            num_words,
+            mn,
+            WORDS=words,
+            COLUMNS=columns,
             num_warps=4,
         )

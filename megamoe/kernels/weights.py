@@ -68,14 +68,18 @@ def restore_scales_from_utccp(scales: torch.Tensor, *, in_place: bool = False) -
     return _swap_scale_rows(scales, (32, 4), in_place)
 
 
-def _swap_scale_rows(scales: torch.Tensor, shape: tuple[int, int], in_place: bool) -> torch.Tensor:
+def _check_scale_rows(scales: torch.Tensor) -> torch.Tensor:
     if scales.dtype != torch.int32:
         fail_type("scales.dtype", scales.dtype, "must be torch.int32 (four UE8M0 codes)", "Pack them first.")
     if scales.dim() != 3 or scales.shape[1] % UTCCP_ROWS:
         fail_value(
             "scales.shape", list(scales.shape), f"must be [e, mn, k] with mn a multiple of {UTCCP_ROWS}", "Pad mn."
         )
-    swapped = scales.unflatten(1, (-1, *shape)).transpose(2, 3).flatten(1, 3)
+    return scales
+
+
+def _swap_scale_rows(scales: torch.Tensor, shape: tuple[int, int], in_place: bool) -> torch.Tensor:
+    swapped = _check_scale_rows(scales).unflatten(1, (-1, *shape)).transpose(2, 3).flatten(1, 3)
     return _store(swapped, scales, in_place)
 
 
@@ -108,6 +112,16 @@ def _transform(l1: Weight, l2: Weight, rows, scale_order, in_place: bool) -> tup
         fail_type("l2", type(l2).__name__, f"must be like l1, a {type(l1).__name__}", "Give both scales, or neither.")
     if not isinstance(l1, tuple):
         return rows(l1, in_place=in_place), l2
+    # All checks before the first write: weights in use must not be left half transformed.
+    _check_rows(l1[0], 8)
+    for name, (weight, scales) in (("l1", l1), ("l2", l2)):
+        if _check_scale_rows(scales).shape[:2] != weight.shape[:2]:
+            fail_value(
+                f"{name} scales.shape",
+                list(scales.shape),
+                f"must begin as the weight's {list(weight.shape)}",
+                "Pair them.",
+            )
     l1_scales = l1[1] if in_place else torch.empty_like(l1[1]).copy_(l1[1])
     # The inverse undoes the steps in the other order.
     for step in (rows, scale_order) if rows is interleave_gate_up else (scale_order, rows):

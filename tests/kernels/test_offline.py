@@ -17,8 +17,10 @@ def test_every_kernel_compiles_and_fits(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert sum(line.startswith("rowwise") for line in lines) == 24
+    assert sum(line.startswith("columnwise") for line in lines) == 12
     assert sum(line.startswith("blockwise") for line in lines) == 12
-    assert sum(line.startswith("swiglu") for line in lines) == 12
+    assert sum(line.startswith("swiglu") for line in lines) == 24
+    assert sum(line.startswith("pack") for line in lines) == 1
 
 
 def test_a_variant_that_does_not_fit_is_reported():

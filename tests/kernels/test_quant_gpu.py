@@ -14,10 +14,11 @@ from megamoe.kernels.quant import (
     quantize_fp4,
     quantize_mxfp8,
     quantize_rowwise,
+    swiglu_backward_quantize_rowwise,
     swiglu_quantize_rowwise,
     transpose_fp8,
 )
-from megamoe.kernels.scales import is_mn_major
+from megamoe.kernels.scales import is_mn_major, pack_ue8m0_k_grouped
 from megamoe.types import Fp8Tensor
 from tests.support.metrics import relative_error
 
@@ -45,6 +46,7 @@ CASTS = {
     "rowwise32": lambda x, **options: quantize_rowwise(x, 32, **options),
     "blockwise": quantize_blockwise,
     "columnwise": quantize_columnwise,
+    "columnwise32": lambda x, **options: quantize_columnwise(x, group=32, **options),
 }
 
 
@@ -123,6 +125,27 @@ def test_swiglu(clamp, seed):
         assert relative_error(ours.scales.cpu(), theirs.scales) < 1e-6
         differing = (ours.codes.cpu().float() != theirs.codes.float()).double().mean()
         assert differing < 1e-3 and relative_error(ours.codes.cpu().float(), theirs.codes.float()) < 3e-3
+
+
+@pytest.mark.parametrize("clamp", [None, 1.0])
+def test_swiglu_backward(clamp, seed):
+    for rows, width in [(1, 128), (130, 384), (700, 2048)]:
+        pre, weights, grad = torch.randn(rows, 2 * width).bfloat16(), torch.rand(rows), torch.randn(rows, width)
+        ours, grad_weights = swiglu_backward_quantize_rowwise(
+            grad.bfloat16().cuda(), pre.cuda(), weights.cuda(), clamp, mn_major=True
+        )
+        theirs, wanted = swiglu_backward_quantize_rowwise(grad.bfloat16(), pre, weights, clamp)
+        assert is_mn_major(ours.scales)
+        assert relative_error(grad_weights.cpu(), wanted) < 1e-5
+        assert relative_error(ours.scales.cpu(), theirs.scales) < 1e-6
+        differing = (ours.codes.cpu().float() != theirs.codes.float()).double().mean()
+        assert differing < 2e-3 and relative_error(ours.codes.cpu().float(), theirs.codes.float()) < 3e-3
+
+
+def test_k_grouped_packing(seed):
+    groups = [0, 3, 4, 0, 5, 1, 16, 0]
+    scales = 2.0 ** torch.randint(-20, 20, (sum(groups), 520))
+    assert torch.equal(pack_ue8m0_k_grouped(scales.cuda(), groups).cpu(), pack_ue8m0_k_grouped(scales, groups))
 
 
 def test_swiglu_keeps_nan_in_its_block(seed):
