@@ -61,8 +61,10 @@ def select_experts(
         grouped = scores.unflatten(-1, (num_groups, -1))
         best = grouped.topk(2 if group_score == "sum_top2" else 1, dim=-1).values.sum(dim=-1)
         kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, _best(best, topk_groups), True)
-        # -inf, not 0: biased scores can be negative.
-        scores = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+        # Kept groups first, whatever their scores: biased ones can be negative, and -inf switches an expert off.
+        order = _best(scores, scores.shape[-1])
+        expert_kept = kept.repeat_interleave(grouped.shape[-1], dim=-1).gather(-1, order)
+        return order.gather(-1, _best(expert_kept.to(torch.uint8), top_k))
     return _best(scores, top_k)
 
 

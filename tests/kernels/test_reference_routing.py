@@ -209,3 +209,10 @@ def test_gradient_of_routing_weights(seed, renormalize):
     scores = (torch.rand(5, 6, dtype=torch.float64) + 0.1).requires_grad_()
     index = torch.stack([torch.randperm(6)[:3] for _ in range(5)])
     assert torch.autograd.gradcheck(lambda s: routing_weights(s, index, renormalize, 2.5), (scores,))
+
+
+@pytest.mark.parametrize("group_score", ["max", "sum_top2"])
+def test_experts_that_are_switched_off_do_not_let_masked_groups_in(group_score):
+    """All three experts of the kept group are needed, and one of them has score -inf."""
+    scores = torch.tensor([[0.5, 0.5, 0.5, float("-inf"), 9.0, 8.0]])
+    assert select_experts(scores, 3, 2, 1, group_score).tolist() == [[4, 5, 3]]
