@@ -16,8 +16,15 @@ UTCCP_ROWS = 128
 
 
 def _store(result: torch.Tensor, into: torch.Tensor, in_place: bool) -> torch.Tensor:
-    # The layout (MN-major scales) belongs to the contract: keep the strides.
-    return (into if in_place else torch.empty_like(into)).copy_(result)
+    return (into if in_place else _zeros_with_strides_of(into)).copy_(result)
+
+
+def _zeros_with_strides_of(x: torch.Tensor) -> torch.Tensor:
+    """Zeros with the shape and strides of ``x``: padding (MN-major scales) belongs to the layout, and is zero."""
+    axes = list(zip(x.shape, x.stride(), strict=True))
+    if any(size > 1 and stride == 0 for size, stride in axes) or not x.numel():
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return x.new_zeros(max(size * stride for size, stride in axes)).as_strided(x.shape, x.stride())
 
 
 def interleave_gate_up(weight: torch.Tensor, gran: int = 8, *, in_place: bool = False) -> torch.Tensor:
@@ -122,7 +129,7 @@ def _transform(l1: Weight, l2: Weight, rows, scale_order, in_place: bool) -> tup
                 f"must begin as the weight's {list(weight.shape)}",
                 "Pair them.",
             )
-    l1_scales = l1[1] if in_place else torch.empty_like(l1[1]).copy_(l1[1])
+    l1_scales = _store(l1[1], l1[1], in_place)
     # The inverse undoes the steps in the other order.
     for step in (rows, scale_order) if rows is interleave_gate_up else (scale_order, rows):
         step(l1_scales, in_place=True)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megamoe.kernels.scales import is_mn_major, to_mn_major
 from megamoe.kernels.weights import (
     deinterleave_gate_up,
     interleave_gate_up,
@@ -338,3 +339,20 @@ def test_transform_and_restore_is_identity(e, i, h, dtype, in_place, seed):
     restored = restore_weights_from_mega_moe(*transformed, in_place=in_place)
     for result, before in zip(parts(*restored), original, strict=True):
         assert torch.equal(raw(result), raw(before))
+
+
+@pytest.mark.parametrize(("shape", "gran"), [((2, 6, 3), 3), ((1, 128, 2), 8), ((3, 30, 1), 5)], ids=str)
+def test_padded_scales_keep_their_strides_and_zero_padding(shape, gran, seed):
+    """mn is padded to a multiple of 4, so the storage has gaps that a dense copy would lose."""
+    scales = to_mn_major(torch.randn(shape))
+    mixed = interleave_gate_up(scales, gran)
+    assert mixed.stride() == scales.stride() and is_mn_major(mixed)
+    aligned = scales.stride(2)
+    storage = mixed.as_strided((shape[0], shape[2], aligned), (aligned * shape[2], aligned, 1))
+    assert storage[..., shape[1] :].eq(0).all()
+    assert torch.equal(mixed, interleave_gate_up(scales.contiguous(), gran))
+
+
+def test_expanded_weights_get_storage_of_their_own():
+    weight = torch.arange(16.0).view(1, 16, 1).expand(2, 16, 4)
+    assert torch.equal(deinterleave_gate_up(interleave_gate_up(weight)), weight)

@@ -10,6 +10,7 @@ from torch import nn
 
 from megamoe import MoE, MoEConfig, Router, RouterConfig, set_aux_loss_scale, update_expert_biases
 from megamoe.layers.balance import load_balancing_loss, router_z_loss
+from tests.support.configs import router_layer
 from tests.support.errors import fails
 from tests.support.metrics import assert_close
 from tests.support.plain_layer import plain_routing, plain_scores
@@ -19,13 +20,7 @@ DOUBLE = torch.float64
 
 
 def layer(num_experts: int = 6, top_k: int = 2, **router) -> MoEConfig:
-    return MoEConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=8,
-        num_experts=num_experts,
-        top_k=top_k,
-        router=RouterConfig(**router),
-    )
+    return router_layer(HIDDEN, num_experts, top_k, **router)
 
 
 def plain_aux_loss(logits: torch.Tensor, config: MoEConfig) -> torch.Tensor:

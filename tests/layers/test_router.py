@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megamoe import MoE, MoEConfig, Router, RouterConfig, Routing, update_expert_biases
+from tests.support.configs import router_layer
 from tests.support.errors import fails
 from tests.support.metrics import assert_close
 from tests.support.plain_layer import plain_routing
@@ -18,13 +19,7 @@ HIDDEN = 16
 
 
 def layer(num_experts: int = 8, top_k: int = 2, **router) -> MoEConfig:
-    return MoEConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=8,
-        num_experts=num_experts,
-        top_k=top_k,
-        router=RouterConfig(**router),
-    )
+    return router_layer(HIDDEN, num_experts, top_k, **router)
 
 
 def counts_of(index: torch.Tensor, num_experts: int) -> list[int]:
