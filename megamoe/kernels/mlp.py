@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megamoe.kernels import gemm, reference
+from megamoe.kernels import pool_gemm, reference
 from megamoe.kernels.layout import align_up, row_expert_ids
 from megamoe.kernels.reference import FP8_BLOCK, dequantize, quantize
 from megamoe.types import ExpertLayout
@@ -93,22 +93,22 @@ class _Bf16Gemms:
         self.down_proj = down_proj.to(dtype)
 
     def up(self, rows: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
-        return gemm.grouped_gemm_nt(rows, self.up_proj, layout)
+        return pool_gemm.grouped_gemm_nt(rows, self.up_proj, layout)
 
     def down(self, act: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
-        return gemm.grouped_gemm_nt(act.to(self.dtype), self.down_proj, layout)
+        return pool_gemm.grouped_gemm_nt(act.to(self.dtype), self.down_proj, layout)
 
     def grad_act(self, grad_out: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
-        return gemm.grouped_gemm_nn(grad_out.to(self.dtype), self.down_proj, layout)
+        return pool_gemm.grouped_gemm_nn(grad_out.to(self.dtype), self.down_proj, layout)
 
     def grad_rows(self, grad_pre: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
-        return gemm.grouped_gemm_nn(grad_pre.to(self.dtype), self.up_proj, layout)
+        return pool_gemm.grouped_gemm_nn(grad_pre.to(self.dtype), self.up_proj, layout)
 
     def grad_up_proj(self, grad_pre: torch.Tensor, rows: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
-        return gemm.grouped_gemm_k(grad_pre.to(self.dtype), rows, layout)
+        return pool_gemm.grouped_gemm_k(grad_pre.to(self.dtype), rows, layout)
 
     def grad_down_proj(self, grad_out: torch.Tensor, act: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
-        return gemm.grouped_gemm_k(grad_out.to(self.dtype), act.to(self.dtype), layout)
+        return pool_gemm.grouped_gemm_k(grad_out.to(self.dtype), act.to(self.dtype), layout)
 
 
 class _Fp8Gemms:

@@ -181,6 +181,11 @@ def _expert(x: Fp8Tensor, expert: int) -> Fp8Tensor:
     return Fp8Tensor(x.codes[expert], x.scales[expert], x.block)
 
 
+def gemm_nt_fp8(a: Fp8Tensor, b: Fp8Tensor) -> torch.Tensor:
+    """fp32 ``a @ b^T``, ``a [M, K]`` in 1x128 blocks, ``b [N, K]`` in 128x128 blocks, with two-level accumulation."""
+    return _gemm_fp8_block_sums(a, _transpose(b))
+
+
 def grouped_gemm_nt_fp8(a: Fp8Tensor, b: Fp8Tensor, layout: ExpertLayout) -> torch.Tensor:
     """``grouped_gemm_nt`` of ``a [P, K]`` in 1x128 blocks and ``b [e, N, K]`` in 128x128 blocks."""
     return grouped_gemm_nn_fp8(a, _transpose(b), layout)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megamoe import MoE, MoEConfig
-from megamoe.kernels import gemm
+from megamoe.kernels import pool_gemm
 from megamoe.kernels.layout import ALIGN, layout_pairs
 from megamoe.types import ExpertLayout
 from tests.support.generators import ROUTING_KINDS, random_expert_weights, random_routing
@@ -58,8 +58,8 @@ def check_gemms(counts: list[int], device: str, spare: int) -> None:
     weight = (torch.randn(num_experts, 64, 96) / 8).bfloat16()
     transposed = weight.transpose(1, 2).contiguous()
     products = {
-        "NN": gemm.grouped_gemm_nn(a.to(device), weight.to(device), there),
-        "NT": gemm.grouped_gemm_nt(a.to(device), transposed.to(device), there),
+        "NN": pool_gemm.grouped_gemm_nn(a.to(device), weight.to(device), there),
+        "NT": pool_gemm.grouped_gemm_nt(a.to(device), transposed.to(device), there),
     }
     for name, out in products.items():
         assert out.shape == (layout.num_rows, 96)
@@ -72,7 +72,7 @@ def check_gemms(counts: list[int], device: str, spare: int) -> None:
 
     poison = [torch.full((num_experts, 64, 96), float("nan"), dtype=a.dtype, device=device) for _ in range(8)]
     del poison
-    out = gemm.grouped_gemm_k(a.to(device), b.to(device), there)
+    out = pool_gemm.grouped_gemm_k(a.to(device), b.to(device), there)
     assert out.shape == (num_experts, 64, 96)
     for expert, (start, end) in enumerate(layout.spans()):
         expected = a[start:end].double().t() @ b[start:end].double()
@@ -105,7 +105,7 @@ def test_torch_grouped_mm_on_a_cpu(seed, counts, monkeypatch):
 
     original = F.grouped_mm
     monkeypatch.setattr(F, "grouped_mm", grouped_mm)
-    monkeypatch.setattr(gemm, "_torch_has_it", lambda a, b: True)
+    monkeypatch.setattr(pool_gemm, "_torch_has_it", lambda a, b: True)
     check_gemms(counts, "cpu", spare=256)
     assert len(calls) == 3
 
@@ -117,7 +117,7 @@ def test_choice_of_torch_grouped_mm():
 
     def chosen(a_shape=(256, 64), b_shape=(2, 96, 64), dtypes=(torch.bfloat16, torch.bfloat16), device="cuda"):
         with FakeTensorMode():
-            return gemm._torch_has_it(
+            return pool_gemm._torch_has_it(
                 torch.empty(a_shape, dtype=dtypes[0], device=device),
                 torch.empty(b_shape, dtype=dtypes[1], device=device),
             )
@@ -135,7 +135,7 @@ def test_choice_of_torch_grouped_mm():
 def test_other_dtypes_on_a_cpu(seed, dtype):
     layout = layout_of([5, 0, 130])
     a, weight = torch.randn(layout.num_rows, 20).to(dtype), torch.randn(3, 20, 12).to(dtype)
-    out = gemm.grouped_gemm_nn(a, weight, layout)
+    out = pool_gemm.grouped_gemm_nn(a, weight, layout)
     for expert, (start, end) in enumerate(layout.spans()):
         assert_close(out[start:end], a[start:end].double() @ weight[expert].double(), 1e-6, f"expert {expert}")
 
@@ -157,9 +157,9 @@ def test_gpu_without_rows():
         torch.zeros(0, 64, dtype=torch.bfloat16, device="cuda"),
         torch.randn(3, 64, 96, device="cuda").bfloat16(),
     )
-    assert gemm.grouped_gemm_nn(a, weight, empty).shape == (0, 96)
-    assert gemm.grouped_gemm_nt(a, weight.transpose(1, 2).contiguous(), empty).shape == (0, 96)
-    assert torch.equal(gemm.grouped_gemm_k(a, a, empty), torch.zeros(3, 64, 64, dtype=torch.bfloat16, device="cuda"))
+    assert pool_gemm.grouped_gemm_nn(a, weight, empty).shape == (0, 96)
+    assert pool_gemm.grouped_gemm_nt(a, weight.transpose(1, 2).contiguous(), empty).shape == (0, 96)
+    assert torch.equal(pool_gemm.grouped_gemm_k(a, a, empty), torch.zeros(3, 64, 64, dtype=torch.bfloat16, device="cuda"))
 
 
 @pytest.mark.gpu
@@ -167,7 +167,7 @@ def test_gpu_without_rows():
 def test_gpu_falls_back_for_rows_of_odd_size(seed, shape):
     layout = layout_of([5, 0, 130])
     a, weight = pool(layout, shape[0]), torch.randn(3, *shape).bfloat16()
-    out = gemm.grouped_gemm_nn(a.cuda(), weight.cuda(), to(layout, "cuda"))
+    out = pool_gemm.grouped_gemm_nn(a.cuda(), weight.cuda(), to(layout, "cuda"))
     for expert, (start, end) in enumerate(layout.spans()):
         assert_close(out[start:end].cpu(), a[start:end].double() @ weight[expert].double(), BF16, f"expert {expert}")
 

@@ -1,0 +1,328 @@
+"""Launches of the Hopper kernels: tensor maps, compile-time parameters and a cache of both.
+
+A call whose tensors lie where those of an earlier call lay costs a dictionary look-up and the launch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megamoe.kernels.gluon import bf16, fp8, pieces, schedule, skinny
+from megamoe.kernels.tiles import Tile
+
+MAX_CACHED_CALLS = 8192
+
+KINDS = {"dense": schedule.DENSE, "contiguous": schedule.CONTIGUOUS, "psum": schedule.PSUM, "masked": schedule.MASKED}
+
+ACTIVATIONS = {
+    None: pieces.NONE,
+    "swiglu": pieces.SWIGLU,
+    "swiglu_oai": pieces.SWIGLU_OAI,
+    "geglu": pieces.GEGLU,
+    "geglu_tanh": pieces.GEGLU_TANH,
+}
+
+# 168 registers x 384 threads fill the register file; the kernels then share them out among their roles.
+OPTIONS = dict(num_warps=4, maxnreg=168)
+
+SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of one GEMM, 2-D but for weights; see ``gemm`` for their meaning.
+
+    Attributes:
+        a: ``[rows, K]``. a_scales: ``[rows of scales, columns]`` with stride 1 along columns, or None.
+        b: ``[e, N, K]`` or ``[e, K, N]``. b_scales: ``[e, N / 128, K / 128]`` or None.
+        out: ``[rows, columns]``. out_scales: ``[columns / 128, rows]`` for FP8 results.
+        index: int32, or any tensor if the layout needs none.
+        num_rows: rows of the matrix; of one expert if masked.
+    """
+
+    a: torch.Tensor
+    a_scales: torch.Tensor | None
+    b: torch.Tensor
+    b_scales: torch.Tensor | None
+    out: torch.Tensor
+    out_scales: torch.Tensor | None
+    index: torch.Tensor
+    c: torch.Tensor | None
+    bias: torch.Tensor | None
+    row_weights: torch.Tensor | None
+    num_rows: int
+
+
+def _gluon_dtype(dtype: torch.dtype) -> Any:
+    return {
+        torch.float8_e4m3fn: gl.float8e4nv,
+        torch.bfloat16: gl.bfloat16,
+        torch.float32: gl.float32,
+    }[dtype]
+
+
+@functools.cache
+def box_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Shared-memory layout of a TMA box of operands or results."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), _gluon_dtype(dtype))
+
+
+def descriptor(tensor: torch.Tensor, block: tuple[int, ...], layout: Any = None) -> TensorDescriptor:
+    """Tensor map of ``tensor`` with boxes ``block``."""
+    return TensorDescriptor.from_tensor(tensor, list(block), layout or box_layout(block, tensor.dtype))
+
+
+class _Address:
+    """Stands for a tensor in a cached tensor map: an address, so that the cache keeps no memory alive."""
+
+    __slots__ = ("dtype", "_address")
+
+    def __init__(self, tensor: torch.Tensor):
+        self.dtype = tensor.dtype
+        self._address = tensor.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def _detached(argument: Any) -> Any:
+    """``argument`` without its tensor."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, TensorDescriptor):
+        copy = object.__new__(TensorDescriptor)
+        copy.__dict__.update(argument.__dict__)
+        copy.base = _Address(argument.base)
+        copy.shape = list(argument.shape)
+        copy.strides = list(argument.strides)
+        return copy
+    return argument
+
+
+_calls: dict[tuple, tuple[Any, tuple]] = {}
+
+
+def _launch(kernel: Any, arguments: dict[str, Any], grid: int, device: torch.device, key: tuple) -> None:
+    compiled = kernel.warmup(*arguments.values(), grid=(grid,), **OPTIONS)
+    # In the kernel's order, compile-time values and all; num_warps is the last of them.
+    bound = {**arguments, "num_warps": OPTIONS["num_warps"]}
+    if len(_calls) >= MAX_CACHED_CALLS:
+        _calls.clear()
+    values = tuple(_detached(bound[name]) for name in kernel.arg_names)
+    _calls[key] = (compiled, (grid, 1, 1), values)
+    _run(_calls[key], device)
+
+
+def _run(call: tuple[Any, tuple, tuple], device: torch.device) -> None:
+    compiled, grid, values = call
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+
+
+def _key_of(tensor: torch.Tensor | None) -> tuple | None:
+    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())
+
+
+def _with_device(device: torch.device):
+    return torch.cuda.device(device) if torch.cuda.current_device() != device.index else _no_change
+
+
+class _NoChange:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+_no_change = _NoChange()
+
+
+def gemm(
+    kind: str,
+    x: Operands,
+    tile: Tile,
+    sms: int,
+    *,
+    activation: str | None = None,
+    clamp: float | None = None,
+    transposed_b: bool = False,
+) -> None:
+    """Computes into ``x.out`` (and ``x.out_scales``). Nothing is checked here; ``gemm.py`` does."""
+    device = x.a.device
+    key = (
+        kind,
+        tile,
+        sms,
+        activation,
+        clamp,
+        transposed_b,
+        device.index,
+        x.num_rows,
+        x.b.shape,
+        x.out.dtype,
+        _key_of(x.a),
+        _key_of(x.a_scales),
+        x.b.data_ptr(),
+        _key_of(x.b_scales),
+        _key_of(x.out),
+        _key_of(x.out_scales),
+        x.index.data_ptr(),
+        _key_of(x.c),
+        _key_of(x.bias),
+        _key_of(x.row_weights),
+    )
+    with _with_device(device):
+        call = _calls.get(key)
+        if call is not None:
+            _run(call, device)
+        else:
+            kernel, arguments = arguments_of(
+                kind, x, tile, activation=activation, clamp=clamp, transposed_b=transposed_b
+            )
+            _launch(kernel, arguments, sms, device, key)
+
+
+def arguments_of(
+    kind: str,
+    x: Operands,
+    tile: Tile,
+    *,
+    activation: str | None = None,
+    clamp: float | None = None,
+    transposed_b: bool = False,
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel and its arguments by name, without ``num_warps``."""
+    if x.a.dtype == torch.bfloat16:
+        kernel, arguments = bf16.bf16_gemm_kernel, _bf16_arguments(kind, x, tile, activation, clamp, transposed_b)
+    elif tile.is_wide:
+        kernel, arguments = fp8.fp8_gemm_kernel, _wide_arguments(kind, x, tile, activation, clamp)
+    else:
+        kernel, arguments = skinny.fp8_skinny_gemm_kernel, _skinny_arguments(kind, x, tile)
+    plain = {name: value.value if isinstance(value, gl.constexpr) else value for name, value in arguments.items()}
+    return kernel, plain
+
+
+def _stored(x: Operands) -> Any:
+    if x.out.dtype == torch.float8_e4m3fn:
+        return pieces.FP8
+    if x.out.dtype == torch.bfloat16:
+        return pieces.BF16
+    return pieces.FP32 if x.c is None else pieces.ADD_FP32
+
+
+def _wide_arguments(kind: str, x: Operands, tile: Tile, activation: str | None, clamp: float | None) -> dict[str, Any]:
+    experts, n, k = x.b.shape
+    second = tile.block_n - 128
+    b = x.b.view(experts * n, k)
+    # The fp32 results are stored without TMA: any tensor map will do.
+    out = x.out if x.out.dtype != torch.float32 else x.a
+    return dict(
+        a_desc=descriptor(x.a, (128, 128)),
+        b_desc=descriptor(b, (128, 128)),
+        b1_desc=descriptor(b, (second, 128)),
+        sfa_desc=descriptor(x.a_scales, (1, 128), SCALES_LAYOUT),
+        d_desc=descriptor(out, (64, 128)),
+        d1_desc=descriptor(out, (64, second)),
+        sfb_ptr=x.b_scales,
+        d_ptr=x.out,
+        bias_ptr=x.b_scales if x.bias is None else x.bias,
+        sf_ptr=x.b_scales if x.out_scales is None else x.out_scales,
+        weights_ptr=x.b_scales if x.row_weights is None else x.row_weights,
+        index=x.index,
+        num_rows=x.num_rows,
+        num_experts=experts,
+        n8=n // 8,
+        k=k,
+        sf_stride=0 if x.out_scales is None else x.out_scales.stride(0),
+        clamp=0.0 if clamp is None else clamp,
+        LAYOUT=KINDS[kind],
+        STAGES=tile.stages,
+        GROUP_M=tile.group_m,
+        TOGETHER=tile.together,
+        WIDTH=second,
+        ACTIVATION=ACTIVATIONS[activation],
+        CLAMP=clamp is not None,
+        WEIGHTED=x.row_weights is not None,
+        BIAS=x.bias is not None,
+        OUT=_stored(x),
+    )
+
+
+def _skinny_arguments(kind: str, x: Operands, tile: Tile) -> dict[str, Any]:
+    experts, n, k = x.b.shape
+    scale_columns = max(32, tile.block_m)
+    return dict(
+        a_desc=descriptor(x.a, (tile.block_m, 128)),
+        b_desc=descriptor(x.b.view(experts * n, k), (tile.block_n, 128)),
+        sfa_desc=descriptor(x.a_scales, (1, scale_columns), SCALES_LAYOUT),
+        sfb_ptr=x.b_scales,
+        d_ptr=x.out,
+        bias_ptr=x.b_scales if x.bias is None else x.bias,
+        index=x.index,
+        num_rows=x.num_rows,
+        num_experts=experts,
+        n8=n // 8,
+        k=k,
+        LAYOUT=KINDS[kind],
+        STAGES=tile.stages,
+        GROUP_M=tile.group_m,
+        TOGETHER=tile.together,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        KS=tile.k_blocks,
+        SFA_COLS=scale_columns,
+        SWAP=tile.swap,
+        BIAS=x.bias is not None,
+        OUT=_stored(x),
+    )
+
+
+def _bf16_arguments(
+    kind: str, x: Operands, tile: Tile, activation: str | None, clamp: float | None, transposed_b: bool
+) -> dict[str, Any]:
+    experts, n, k = x.b.shape
+    if transposed_b:
+        n, k = k, n
+        b_desc = descriptor(x.b, (1, 64, 256))
+    else:
+        b_desc = descriptor(x.b.view(experts * n, k), (256 if activation is None else 128, 64))
+    wide = tile.stages <= 3 and activation is None
+    start = pieces.FROM_ZERO
+    start_ptr = x.a
+    if x.c is not None:
+        start, start_ptr = pieces.FROM_C, x.c
+    elif x.bias is not None:
+        start, start_ptr = pieces.FROM_BIAS, x.bias
+    return dict(
+        a_desc=descriptor(x.a, (128, 64)),
+        b_desc=b_desc,
+        d_desc=descriptor(x.out if x.out.dtype == torch.bfloat16 else x.a, (64, 256 if wide else 128)),
+        d_ptr=x.out,
+        start_ptr=start_ptr,
+        weights_ptr=x.index if x.row_weights is None else x.row_weights,
+        index=x.index,
+        num_rows=x.num_rows,
+        num_experts=experts,
+        n8=n // 8,
+        k=k,
+        clamp=0.0 if clamp is None else clamp,
+        LAYOUT=KINDS[kind],
+        STAGES=tile.stages,
+        GROUP_M=tile.group_m,
+        TOGETHER=tile.together,
+        SKEW=tile.skew,
+        WIDE=wide,
+        ACTIVATION=ACTIVATIONS[activation],
+        CLAMP=clamp is not None,
+        WEIGHTED=x.row_weights is not None,
+        START=start,
+        OUT=pieces.FP32 if x.out.dtype == torch.float32 else pieces.BF16,
+        TRANSPOSED_B=transposed_b,
+    )
