@@ -161,7 +161,7 @@ def test_a_cpu_is_treated_as_hopper():
 @pytest.fixture
 def blackwell(monkeypatch):
     """The device counts as architecture 10."""
-    monkeypatch.setattr(deep_gemm, "_arch_of", lambda tensor: 10)
+    monkeypatch.setattr(deep_gemm.utils.layout, "arch_of", lambda tensor: 10)
 
 
 def test_blackwell_packs(blackwell, seed):
