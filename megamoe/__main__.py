@@ -1,0 +1,5 @@
+"""``python -m megamoe``: see ``cli``."""
+
+from megamoe.cli import app
+
+app()

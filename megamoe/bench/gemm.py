@@ -1,0 +1,191 @@
+"""Speed of the GEMMs on a GPU beside every installed peer, in one interleaved run, after correctness on the same data.
+
+Run: python -m megamoe bench gemm [--groups fp8,masked] [--sweep]. Ratios are peer's time / our time.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import math
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megamoe.bench.gemm_cases import GROUPS, GemmCase, Problem, cases
+from megamoe.bench.timing import interleaved
+from megamoe.errors import check_choice
+from megamoe.kernels import gemm_ops, tiles
+
+DENSE_TFLOPS = {"fp8": 1979.0, "bf16": 989.0}
+DRAM_BYTES_PER_US = 4.3e6
+"""What a large copy reaches on an H200."""
+
+ERROR_LIMIT = 5e-3
+
+
+def deep_gemm() -> object | None:
+    """The installed DeepGEMM, or None."""
+    try:
+        return importlib.import_module("deep_gemm")
+    except ImportError:
+        return None
+
+
+def _checked(name: str, problem: Problem, calls: list, out: torch.Tensor) -> None:
+    out.fill_(float("nan"))
+    calls[0]()
+    torch.cuda.synchronize()
+    error = problem.check(out)
+    if not error < ERROR_LIMIT:
+        raise RuntimeError(f"{problem.case.label}: {name} has relative error {error}")
+
+
+def measure(case: GemmCase, peer: object | None, rounds: int) -> dict[str, float]:
+    """Median microseconds by contender."""
+    problem = Problem(case, peer)
+    candidates = {"megamoe": problem.ours()}
+    _checked("megamoe", problem, candidates["megamoe"], problem.outs[0])
+    if case.family == "swiglu":
+        candidates["fused"] = problem.swiglu()
+    if peer is not None:
+        candidates["deep_gemm"] = problem.deep_gemm()
+        _checked("deep_gemm", problem, candidates["deep_gemm"], problem.outs[1])
+    if case.family.startswith("bf16") and hasattr(torch.nn.functional, "grouped_mm"):
+        candidates["grouped_mm"] = problem.grouped_mm()
+    return interleaved(candidates, rounds)
+
+
+def sweep(case: GemmCase, rounds: int) -> dict[str, float]:
+    """Median microseconds of every legal tile, the chosen one under "chosen"."""
+    problem = Problem(case, None)
+    a = problem.a if problem.is_bf16 else problem.a.codes
+    sizes = gemm_ops.problem_of(problem.rows, a, len(case.counts), case.n, False)
+    dtype = "bf16" if problem.is_bf16 else "fp8"
+    chosen = tiles.choose_tile(sizes, dtype)
+    candidates = {}
+    for tile in tiles.legal_tiles(sizes, dtype):
+        name = "x".join(str(int(field)) for field in astuple(tile))
+        candidates["chosen" if tile == chosen else name] = problem.ours(tile)
+        _checked(name, problem, problem.ours(tile), problem.outs[0])
+    return interleaved(candidates, rounds)
+
+
+def roofline_us(case: GemmCase) -> float:
+    """Microseconds of the bound, arithmetic or memory."""
+    peak = DENSE_TFLOPS["bf16" if case.family.startswith("bf16") else "fp8"]
+    return max(case.flops / (peak * 1e6), case.bytes / DRAM_BYTES_PER_US)
+
+
+def row_of(case: GemmCase, times: dict[str, float]) -> dict[str, object]:
+    """One row of the table: times, ratios and rates."""
+    ours = times["megamoe"]
+    row: dict[str, object] = {"case": case.label, "megamoe_us": round(ours, 2)}
+    for name, value in times.items():
+        if name == "fused":
+            row["fused_us"] = round(value, 2)
+            row["fused_cost_percent"] = round(100 * (value / ours - 1), 2)
+        elif name != "megamoe":
+            row[f"{name}_us"] = round(value, 2)
+            row[f"x_{name}"] = round(value / ours, 3)
+    row["tflops"] = round(case.flops / ours / 1e6, 1)
+    row["tb_per_s"] = round(case.bytes / ours / 1e6, 2)
+    row["of_roofline"] = round(roofline_us(case) / ours, 3)
+    return row
+
+
+def geometric_mean(values: list[float]) -> float:
+    """Of positive numbers."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
+
+
+def _print(rows: list[dict[str, object]], columns: list[str]) -> None:
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(str(row.get(column, "")) for column in columns))
+    Console(width=180).print(table)
+
+
+def _write(rows: list[dict[str, object]], columns: list[str], folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{name}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _plot(rows: list[dict[str, object]], folder: Path) -> None:
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        print("no plot: matplotlib is not installed (pip install 'megamoe[plot]')")
+        return
+    ratios = [column for column in ("x_deep_gemm", "x_grouped_mm") if any(column in row for row in rows)]
+    if not ratios:
+        return
+    figure, axes = pyplot.subplots(figsize=(9, 0.28 * len(rows) + 1.5))
+    for offset, column in enumerate(ratios):
+        places = [index + 0.35 * offset for index, row in enumerate(rows) if column in row]
+        axes.barh(places, [row[column] for row in rows if column in row], height=0.35, label=column[2:])
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [str(row["case"]) for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("peer's time / megamoe's time")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(folder / "gemm.png", dpi=150)
+    pyplot.close(figure)
+
+
+def run(groups: list[str], folder: Path, rounds: int) -> list[dict[str, object]]:
+    """Measures, prints and writes ``gemm.csv`` and ``gemm.png`` into ``folder``."""
+    for group in groups:
+        check_choice("groups", group, GROUPS)
+    peer = deep_gemm()
+    if peer is None:
+        print("DeepGEMM is not installed: no column for it")
+    rows = []
+    for case in cases(groups):
+        rows.append(row_of(case, measure(case, peer, rounds)))
+        print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+        torch.cuda.empty_cache()
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    _print(rows, columns)
+    for column in columns:
+        if column.startswith("x_"):
+            ratios = [float(row[column]) for row in rows if column in row]
+            print(f"{column[2:]}: geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
+    _write(rows, columns, folder, "gemm")
+    _plot(rows, folder)
+    return rows
+
+
+def run_sweep(groups: list[str], folder: Path, rounds: int) -> list[dict[str, object]]:
+    """Times every legal tile; prints the regret of the chosen one and writes ``gemm_sweep.csv``."""
+    for group in groups:
+        check_choice("groups", group, GROUPS)
+    rows = []
+    for case in cases(groups):
+        times = sweep(case, rounds)
+        best = min(times, key=times.get)
+        regret = times["chosen"] / times[best] - 1
+        ranking = " ".join(f"{name}={value:.2f}" for name, value in sorted(times.items(), key=lambda x: x[1])[:5])
+        rows.append(
+            {
+                "case": case.label,
+                "chosen_us": round(times["chosen"], 2),
+                "best": best,
+                "best_us": round(times[best], 2),
+                "regret_percent": round(100 * regret, 1),
+                "first": ranking,
+            }
+        )
+        print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+        torch.cuda.empty_cache()
+    columns = ["case", "chosen_us", "best", "best_us", "regret_percent", "first"]
+    _print(rows, columns[:-1])
+    _write(rows, columns, folder, "gemm_sweep")
+    return rows

@@ -1,0 +1,67 @@
+"""Medians of CUDA-graph replays, interleaved: a GPU at its power limit slows down whatever comes later."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+TARGET_US = 2500.0
+"""Wanted length of one replay: long against the events' resolution, short enough for many rounds."""
+
+MAX_CALLS = 40
+
+
+class Timed:
+    """Some calls captured in one graph.
+
+    Args:
+        calls: the same computation on different data, so that no cache holds it; captured in turn.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], object]]):
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        first = self._eager(calls[0])
+        self.repeats = max(len(calls), min(MAX_CALLS, round(TARGET_US / max(first, 1.0))))
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for index in range(self.repeats):
+                calls[index % len(calls)]()
+        self.replay()
+
+    @staticmethod
+    def _eager(call: Callable[[], object]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1000
+
+    def replay(self) -> float:
+        """Microseconds per call of one replay."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self._graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1000 / self.repeats
+
+
+def interleaved(candidates: dict[str, Sequence[Callable[[], object]]], rounds: int = 9) -> dict[str, float]:
+    """Median microseconds per call of each candidate; in each round all run, in random order.
+
+    What ran before decides on clock and temperature: a fixed order favours whoever follows a cool kernel.
+    """
+    timed = {name: Timed(calls) for name, calls in candidates.items()}
+    samples: dict[str, list[float]] = {name: [] for name in timed}
+    names = list(timed)
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(names, len(names)):
+            samples[name].append(timed[name].replay())
+    return {name: statistics.median(values) for name, values in samples.items()}

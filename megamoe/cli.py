@@ -1,0 +1,31 @@
+"""The command line: ``python -m megamoe``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Mixture-of-experts layers: measurements.")
+bench = typer.Typer(no_args_is_help=True, help="Speed beside the installed peers, on this machine's GPU.")
+app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def _main() -> None:
+    pass
+
+
+@bench.command("gemm")
+def bench_gemm(
+    groups: Annotated[str, typer.Option(help="Comma-separated groups of problems; all by default.")] = "",
+    sweep: Annotated[bool, typer.Option(help="Time every legal tile and print the regret of the chosen one.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the CSV and the plot.")] = Path("bench_results"),
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median counts.")] = 9,
+) -> None:
+    """Dense and grouped GEMMs against DeepGEMM and torch's grouped GEMM."""
+    from megamoe.bench import gemm
+
+    chosen = groups.split(",") if groups else list(gemm.GROUPS)
+    (gemm.run_sweep if sweep else gemm.run)(chosen, out, rounds)
