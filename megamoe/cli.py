@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from megamoe.errors import MegaMoEError
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Mixture-of-experts layers: measurements.")
 bench = typer.Typer(no_args_is_help=True, help="Speed beside the installed peers, on this machine's GPU.")
 app.add_typer(bench, name="bench")
@@ -27,5 +29,8 @@ def bench_gemm(
     """Dense and grouped GEMMs against DeepGEMM and torch's grouped GEMM."""
     from megamoe.bench import gemm
 
-    chosen = groups.split(",") if groups else list(gemm.GROUPS)
-    (gemm.run_sweep if sweep else gemm.run)(chosen, out, rounds)
+    chosen = [group.strip() for group in groups.split(",")] if groups else list(gemm.GROUPS)
+    try:
+        (gemm.run_sweep if sweep else gemm.run)(chosen, out, rounds)
+    except MegaMoEError as error:
+        raise typer.BadParameter(str(error)) from None

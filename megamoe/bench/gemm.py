@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megamoe.bench.gemm_cases import GROUPS, GemmCase, Problem, cases
-from megamoe.bench.timing import interleaved
-from megamoe.errors import check_choice
+from megamoe.bench.timing import host_microseconds, interleaved
+from megamoe.errors import check_choice, fail_value
 from megamoe.kernels import gemm_ops, tiles
 
 DENSE_TFLOPS = {"fp8": 1979.0, "bf16": 989.0}
@@ -97,6 +97,15 @@ def row_of(case: GemmCase, times: dict[str, float]) -> dict[str, object]:
     return row
 
 
+def host_overhead(peer: object | None) -> str:
+    """Microseconds of the host per eager call of a small grouped GEMM, its arguments as in an earlier call."""
+    problem = Problem(GemmCase("masked", (4,) * 8, 512, 512), peer)
+    contenders = {"megamoe": problem.ours()[0]}
+    if peer is not None:
+        contenders["deep_gemm"] = problem.deep_gemm()[0]
+    return ", ".join(f"{name} {host_microseconds(call):.1f} us" for name, call in contenders.items())
+
+
 def geometric_mean(values: list[float]) -> float:
     """Of positive numbers."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
@@ -140,24 +149,32 @@ def _plot(rows: list[dict[str, object]], folder: Path) -> None:
     pyplot.close(figure)
 
 
-def run(groups: list[str], folder: Path, rounds: int) -> list[dict[str, object]]:
-    """Measures, prints and writes ``gemm.csv`` and ``gemm.png`` into ``folder``."""
+def _check(groups: list[str]) -> None:
     for group in groups:
         check_choice("groups", group, GROUPS)
+    if not torch.cuda.is_available():
+        fail_value("torch.cuda.is_available()", False, "must be True", "Run this on a machine with an NVIDIA GPU.")
+
+
+def run(groups: list[str], folder: Path, rounds: int) -> list[dict[str, object]]:
+    """Measures, prints and writes ``gemm.csv`` and ``gemm.png`` into ``folder``."""
+    _check(groups)
     peer = deep_gemm()
     if peer is None:
         print("DeepGEMM is not installed: no column for it")
     rows = []
-    for case in cases(groups):
-        rows.append(row_of(case, measure(case, peer, rounds)))
+    for group, case in [(name, case) for name in groups for case in cases([name])]:
+        rows.append({"group": group, **row_of(case, measure(case, peer, rounds))})
         print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
         torch.cuda.empty_cache()
     columns = list(dict.fromkeys(key for row in rows for key in row))
     _print(rows, columns)
-    for column in columns:
-        if column.startswith("x_"):
-            ratios = [float(row[column]) for row in rows if column in row]
-            print(f"{column[2:]}: geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
+    for column in (column for column in columns if column.startswith("x_")):
+        for group in groups:
+            ratios = [float(row[column]) for row in rows if column in row and row["group"] == group]
+            if ratios:
+                print(f"{group}, {column[2:]}: geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
+    print(f"host: {host_overhead(peer)}")
     _write(rows, columns, folder, "gemm")
     _plot(rows, folder)
     return rows
@@ -165,8 +182,7 @@ def run(groups: list[str], folder: Path, rounds: int) -> list[dict[str, object]]
 
 def run_sweep(groups: list[str], folder: Path, rounds: int) -> list[dict[str, object]]:
     """Times every legal tile; prints the regret of the chosen one and writes ``gemm_sweep.csv``."""
-    for group in groups:
-        check_choice("groups", group, GROUPS)
+    _check(groups)
     rows = []
     for case in cases(groups):
         times = sweep(case, rounds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -65,3 +66,17 @@ def interleaved(candidates: dict[str, Sequence[Callable[[], object]]], rounds: i
         for name in order.sample(names, len(names)):
             samples[name].append(timed[name].replay())
     return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def host_microseconds(call: Callable[[], object], calls: int = 100, rounds: int = 10) -> float:
+    """Least time that the host spends in one call, over rounds of so many that the GPU's queue does not fill."""
+    call()
+    best = float("inf")
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return best / calls * 1e6

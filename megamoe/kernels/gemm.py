@@ -15,6 +15,7 @@ from megamoe.errors import check_tensor, fail_value
 from megamoe.kernels import gemm_ops
 from megamoe.kernels.gemm_ops import get_num_sms, set_num_sms  # noqa: F401
 from megamoe.kernels.layout import ALIGN
+from megamoe.kernels.recent_calls import Call
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.kernels.scales import is_mn_major
 from megamoe.kernels.tiles import Tile
@@ -110,7 +111,12 @@ def check_bias(bias: torch.Tensor | None, b: torch.Tensor, n: int) -> None:
 # ---------------------------------------------------------------- one path for all
 
 
+def _call(name: str, tensors: tuple, out: torch.Tensor | None, options: tuple) -> Call:
+    return Call(tensors, (name, gemm_ops.num_sms_limit(), *options), out)
+
+
 def _gemm(
+    call: Call,
     a: torch.Tensor,
     a_scales: torch.Tensor | None,
     b: torch.Tensor,
@@ -127,7 +133,7 @@ def _gemm(
         check_contiguous("c", c)
         if bias is not None:
             fail_value("bias", "a tensor", "must be None together with c", "Add it to c.")
-    gemm_ops.execute(a, a_scales, b, b_scales, rows, out, None, c, bias, None, tile, transposed_b)
+    call.remember(gemm_ops.execute(a, a_scales, b, b_scales, rows, out, None, c, bias, None, tile, transposed_b), out)
     return out
 
 
@@ -148,9 +154,12 @@ def fp8_gemm_nt(
 
     As ``grouped_fp8_gemm_nt`` with one expert and no layout; ``bias [1, N]``.
     """
+    call = _call("fp8", (a, b, c, bias), out, (out_dtype, tile))
+    if call.launch():
+        return call.out
     check_fp8("b", b, 2, (128, 128))
     b = Fp8Tensor(b.codes[None], b.scales[None], b.block)
-    return _fp8(a, b, None, out, out_dtype, c, bias, tile)
+    return _fp8(call, a, b, None, out_dtype, c, bias, tile)
 
 
 def grouped_fp8_gemm_nt(
@@ -180,8 +189,11 @@ def grouped_fp8_gemm_nt(
     Raises:
         MegaMoEError: an argument of another shape, dtype, layout or device.
     """
+    call = _call("grouped fp8", (a, b, rows, c, bias), out, (out_dtype, tile))
+    if call.launch():
+        return call.out
     check_groups(rows)
-    return _fp8(a, b, rows, out, out_dtype, c, bias, tile)
+    return _fp8(call, a, b, rows, out_dtype, c, bias, tile)
 
 
 def _is_masked(rows: RowGroups | None) -> bool:
@@ -202,7 +214,8 @@ def check_fp8_operands(a: Fp8Tensor, b: Fp8Tensor, rows: RowGroups | None) -> No
     check_contiguous("b.scales", b.scales)
 
 
-def _fp8(a, b, rows, out, out_dtype, c, bias, tile) -> torch.Tensor:
+def _fp8(call, a, b, rows, out_dtype, c, bias, tile) -> torch.Tensor:
+    out = call.out
     check_fp8_operands(a, b, rows)
     dtype = out_dtype if out is None else out.dtype
     if dtype not in OUT_DTYPES:
@@ -212,7 +225,7 @@ def _fp8(a, b, rows, out, out_dtype, c, bias, tile) -> torch.Tensor:
     n = b.codes.shape[1]
     out = result(out, (*a.codes.shape[:-1], n), dtype, a.codes.device)
     check_bias(bias, b.codes, n)
-    return _gemm(a.codes, a.scales, b.codes, b.scales, rows, out, c, bias, tile)
+    return _gemm(call, a.codes, a.scales, b.codes, b.scales, rows, out, c, bias, tile)
 
 
 # ---------------------------------------------------------------- public: BF16
@@ -230,7 +243,8 @@ def check_bf16_operands(a: torch.Tensor, b: torch.Tensor, rows: RowGroups | None
     _check_rows_16_bytes("b", b)
 
 
-def _bf16(a, b, rows, out, out_dtype, c, bias, tile, transposed_b) -> torch.Tensor:
+def _bf16(call, a, b, rows, out_dtype, c, bias, tile, transposed_b) -> torch.Tensor:
+    out = call.out
     check_bf16_operands(a, b, rows, transposed_b)
     n = b.shape[2] if transposed_b else b.shape[1]
     dtype = out_dtype if out is None else out.dtype
@@ -238,7 +252,7 @@ def _bf16(a, b, rows, out, out_dtype, c, bias, tile, transposed_b) -> torch.Tens
         fail_value("out_dtype", dtype, "must be torch.bfloat16 or torch.float32", "Pass one of these.")
     out = result(out, (*a.shape[:-1], n), dtype, a.device)
     check_bias(bias, b, n)
-    return _gemm(a, None, b, None, rows, out, c, bias, tile, transposed_b)
+    return _gemm(call, a, None, b, None, rows, out, c, bias, tile, transposed_b)
 
 
 def _one_expert(b: Any) -> torch.Tensor:
@@ -256,8 +270,11 @@ def bf16_gemm_nt(
     bias: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """``[M, N]``: ``a @ b^T (+ c)``; bfloat16 ``a [M, K]``, ``b [N, K]``. As ``grouped_bf16_gemm_nt``; ``bias [1, N]``."""
-    return _bf16(a, _one_expert(b), None, out, out_dtype, c, bias, tile, False)
+    """``[M, N]``: ``a @ b^T (+ c)``; bfloat16 ``a [M, K]``, ``b [N, K]``; see ``grouped_bf16_gemm_nt``."""
+    call = _call("bf16 nt", (a, b, c, bias), out, (out_dtype, tile))
+    if call.launch():
+        return call.out
+    return _bf16(call, a, _one_expert(b), None, out_dtype, c, bias, tile, False)
 
 
 def bf16_gemm_nn(
@@ -270,8 +287,11 @@ def bf16_gemm_nn(
     bias: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """``[M, N]``: ``a @ b (+ c)``; bfloat16 ``a [M, K]``, ``b [K, N]``. As ``grouped_bf16_gemm_nt``; ``bias [1, N]``."""
-    return _bf16(a, _one_expert(b), None, out, out_dtype, c, bias, tile, True)
+    """``[M, N]``: ``a @ b (+ c)``; bfloat16 ``a [M, K]``, ``b [K, N]``; see ``grouped_bf16_gemm_nt``."""
+    call = _call("bf16 nn", (a, b, c, bias), out, (out_dtype, tile))
+    if call.launch():
+        return call.out
+    return _bf16(call, a, _one_expert(b), None, out_dtype, c, bias, tile, True)
 
 
 def grouped_bf16_gemm_nt(
@@ -296,8 +316,11 @@ def grouped_bf16_gemm_nt(
     Raises:
         MegaMoEError: an argument of another shape, dtype, layout or device.
     """
+    call = _call("grouped bf16 nt", (a, b, rows, c, bias), out, (out_dtype, tile))
+    if call.launch():
+        return call.out
     check_groups(rows)
-    return _bf16(a, b, rows, out, out_dtype, c, bias, tile, False)
+    return _bf16(call, a, b, rows, out_dtype, c, bias, tile, False)
 
 
 def grouped_bf16_gemm_nn(
@@ -312,5 +335,8 @@ def grouped_bf16_gemm_nn(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Row p of expert j is ``a[p] @ b[j] (+ c[p]) (+ bias[j])``; ``b [e, K, N]``. Else as ``grouped_bf16_gemm_nt``."""
+    call = _call("grouped bf16 nn", (a, b, rows, c, bias), out, (out_dtype, tile))
+    if call.launch():
+        return call.out
     check_groups(rows)
-    return _bf16(a, b, rows, out, out_dtype, c, bias, tile, True)
+    return _bf16(call, a, b, rows, out_dtype, c, bias, tile, True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import astuple
 
 import torch
 
-from megamoe.errors import check_int
+from megamoe.errors import check_int, fail_value
 from megamoe.kernels import reference_gemm
 from megamoe.kernels.row_groups import RowGroups
-from megamoe.kernels.tiles import Problem, Tile, choose_tile
+from megamoe.kernels.tiles import Problem, Tile, choose_tile, is_legal
 
 # ---------------------------------------------------------------- device
 
@@ -45,6 +46,11 @@ def set_num_sms(count: int | None) -> None:
     _num_sms = count
 
 
+def num_sms_limit() -> int | None:
+    """What ``set_num_sms`` was given last."""
+    return _num_sms
+
+
 def get_num_sms(device: torch.device | None = None) -> int:
     """Streaming multiprocessors that GEMMs use on ``device`` (default: the current GPU)."""
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
@@ -55,7 +61,10 @@ def get_num_sms(device: torch.device | None = None) -> int:
 # ---------------------------------------------------------------- Hopper
 
 
-def problem_of(rows: RowGroups | None, a: torch.Tensor, experts: int, n: int, wide_only: bool) -> Problem:
+def problem_of(
+    rows: RowGroups | None, a: torch.Tensor, experts: int, n: int, wide_only: bool, out_bytes: int = 2
+) -> Problem:
+    """What decides on the tile: sizes, the hint of ``rows``, the SMs to use."""
     if rows is None:
         kind, usual = "dense", a.shape[0]
     elif rows.kind == "masked":
@@ -64,7 +73,7 @@ def problem_of(rows: RowGroups | None, a: torch.Tensor, experts: int, n: int, wi
         kind, usual = rows.kind, -(-a.shape[0] // max(experts, 1))
     if rows is not None and rows.expected is not None:
         usual = min(rows.expected, a.shape[-2])
-    return Problem(usual, experts, n, a.shape[-1], kind, get_num_sms(a.device), wide_only)
+    return Problem(usual, experts, n, a.shape[-1], kind, get_num_sms(a.device), wide_only, out_bytes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,14 +96,19 @@ def _on_hopper(
     transposed_b: bool,
     activation: str | None,
     clamp: float | None,
-) -> None:
+) -> Callable[[], None] | None:
     from megamoe.kernels.gluon import launch
 
     kind = "dense" if rows is None else rows.kind
     n = b.shape[-1] if transposed_b else b.shape[-2]
-    problem = problem_of(rows, a, b.shape[0], n, activation is not None)
+    # A bias is added in fp32, after the results have changed their order.
+    out_bytes = 4 if bias is not None else out.element_size()
+    problem = problem_of(rows, a, b.shape[0], n, activation is not None, out_bytes)
+    dtype = "bf16" if a.dtype == torch.bfloat16 else "fp8"
     if tile is None:
-        tile = _chosen_tile(problem, "bf16" if a.dtype == torch.bfloat16 else "fp8")
+        tile = _chosen_tile(problem, dtype)
+    elif not is_legal(tile, problem, dtype):
+        fail_value("tile", tile, f"no kernel runs it for {problem}", "Take one of megamoe.kernels.tiles.legal_tiles.")
     if c is not None and a_scales is not None:
         # The FP8 kernels add to what is there.
         if c is not out:
@@ -113,7 +127,8 @@ def _on_hopper(
         row_weights,
         a.shape[-2],
     )
-    launch.gemm(kind, operands, tile, problem.sms, activation=activation, clamp=clamp, transposed_b=transposed_b)
+    run = launch.gemm(kind, operands, tile, problem.sms, activation=activation, clamp=clamp, transposed_b=transposed_b)
+    return None if c is not None and c is not out else run
 
 
 def _flat_scales(scales: torch.Tensor) -> torch.Tensor:
@@ -142,8 +157,12 @@ def execute(
     transposed_b: bool = False,
     activation: str | None = None,
     clamp: float | None = None,
-) -> None:
-    """Computes into ``out`` (and ``out_scales``). Arguments as in ``gemm``, checked there."""
+) -> Callable[[], None] | None:
+    """Computes into ``out`` (and ``out_scales``). Arguments as in ``gemm``, checked there.
+
+    Returns:
+        What computes it again while the tensors lie where they are; None if there is no short way.
+    """
     rest = (c, bias, row_weights)
     if torch.compiler.is_compiling():
         kind, index, expected = ("dense", None, None) if rows is None else (rows.kind, rows.index, rows.expected)
@@ -165,11 +184,12 @@ def execute(
             clamp,
         )
     elif not out.numel() or not b.shape[0]:
-        return
+        return None
     elif runs_kernels(a) and a.shape[-1]:
-        _on_hopper(a, a_scales, b, b_scales, rows, out, out_scales, *rest, tile, transposed_b, activation, clamp)
+        return _on_hopper(a, a_scales, b, b_scales, rows, out, out_scales, *rest, tile, transposed_b, activation, clamp)
     else:
         reference_gemm.gemm(a, a_scales, b, b_scales, rows, out, out_scales, *rest, transposed_b, activation, clamp)
+    return None
 
 
 # Eager calls skip the operator: its dispatch costs more than the launch.

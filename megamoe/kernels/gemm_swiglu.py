@@ -6,6 +6,7 @@ import torch
 
 from megamoe.errors import check_choice, check_number, check_tensor, fail_value
 from megamoe.kernels import gemm, gemm_ops
+from megamoe.kernels.recent_calls import Call
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.kernels.scales import empty_mn_major
 from megamoe.kernels.tiles import Tile
@@ -72,6 +73,11 @@ def grouped_fp8_gemm_swiglu_nt(
     Raises:
         MegaMoEError: an argument of another shape, dtype, layout or device.
     """
+    options = ("swiglu fp8", gemm_ops.num_sms_limit(), activation, clamp, quantize, tile)
+    call = Call((a, b, rows, row_weights, bias), options, out)
+    if call.launch():
+        return call.out
+    out = call.out
     gemm.check_groups(rows)
     gemm.check_fp8_operands(a, b, rows)
     inter = b.codes.shape[1] // 2
@@ -90,7 +96,7 @@ def grouped_fp8_gemm_swiglu_nt(
         gemm.check_mn_major("out", out.scales)
         scales = out.scales
     if result.numel():
-        gemm_ops.execute(
+        run = gemm_ops.execute(
             a.codes,
             a.scales,
             b.codes,
@@ -105,6 +111,7 @@ def grouped_fp8_gemm_swiglu_nt(
             activation=activation,
             clamp=clamp,
         )
+        call.remember(run, result)
     return result if scales is None else Fp8Tensor(result, scales, (1, 128))
 
 
@@ -120,14 +127,20 @@ def grouped_bf16_gemm_swiglu_nt(
     out: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """As ``grouped_fp8_gemm_swiglu_nt`` for bfloat16 ``a [P, K]``, ``b [e, 2 I, K]``, I a multiple of 8; to bfloat16."""
+    """As ``grouped_fp8_gemm_swiglu_nt`` in bfloat16: ``a [P, K]``, ``b [e, 2 I, K]``, result; I a multiple of 8."""
+    options = ("swiglu bf16", gemm_ops.num_sms_limit(), activation, clamp, tile)
+    call = Call((a, b, rows, row_weights, bias), options, out)
+    if call.launch():
+        return call.out
+    out = call.out
     gemm.check_groups(rows)
     gemm.check_bf16_operands(a, b, rows, False)
     inter = b.shape[1] // 2
     _check_options(rows, b, row_weights, a.shape[:-1].numel(), activation, clamp, bias, 8)
     result = gemm.result(out, (*a.shape[:-1], inter), torch.bfloat16, a.device)
     if result.numel():
-        gemm_ops.execute(
+        run = gemm_ops.execute(
             a, None, b, None, rows, result, None, None, bias, row_weights, tile, activation=activation, clamp=clamp
         )
+        call.remember(run, result)
     return result

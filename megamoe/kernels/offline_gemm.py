@@ -14,7 +14,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.kernels.gluon import launch
-from megamoe.kernels.tiles import Problem, Tile, legal_tiles
+from megamoe.kernels.tiles import SHARED_MEMORY, Problem, Tile, legal_tiles, stage_bytes
 
 FP8, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 EXPERTS, N, K, SMS = 2, 512, 512, 132
@@ -93,7 +93,7 @@ class _Form:
         )
 
     def tiles(self, rows: int) -> list[Tile]:
-        problem = Problem(rows, EXPERTS, N, K, self.kind, SMS, self.activation is not None)
+        problem = Problem(rows, EXPERTS, N, K, self.kind, SMS, self.activation is not None, self.out.itemsize)
         return legal_tiles(problem, "fp8" if self.dtype == FP8 else "bf16")
 
     def launch(self, rows: int, tile: Tile) -> Launch:
@@ -129,34 +129,36 @@ def _short(dtype: torch.dtype) -> str:
     return {FP8: "fp8", BF16: "bf16", FP32: "fp32"}[dtype]
 
 
-# How sums start and what is stored.
-_PLAIN = tuple(
-    dict(out=out, bias=bias, add=add)
-    for out in (BF16, FP32)
-    for bias, add in ((None, False), (FP32, False), (BF16, False), (None, True))
-)
-
-
 def _plain(dtype: torch.dtype, **options: Any) -> Iterator[_Form]:
-    """Without an activation, all that ``gemm`` accepts: FP8 products are added to float32 only."""
-    for plain in _PLAIN:
-        if not (dtype == FP8 and plain["add"] and plain["out"] == BF16):
-            yield _Form(dtype, **plain, **options)
+    """Without an activation: how sums start and what is stored. FP8 products are added to float32 only."""
+    for out, bias, add in (
+        (BF16, None, False),
+        (BF16, FP32, False),
+        (BF16, BF16, False),
+        (BF16, None, True),
+        (FP32, None, False),
+        (FP32, FP32, False),
+        (FP32, None, True),
+    ):
+        if not (dtype == FP8 and add and out == BF16):
+            yield _Form(dtype, out=out, bias=bias, add=add, **options)
 
 
 def _activated(dtype: torch.dtype) -> Iterator[_Form]:
     for activation in launch.ACTIVATIONS:
         if activation is None:
             continue
-        common = dict(dtype=dtype, activation=activation, out=FP8 if dtype == FP8 else BF16)
+        common = dict(dtype=dtype, activation=activation, weighted=True)
         for clamp in (None, 10.0):
-            yield _Form(clamp=clamp, weighted=True, **common)
-            yield _Form(clamp=clamp, weighted=True, bias=FP32, **common)
-        yield _Form(**common)
-        yield _Form(kind="masked", weighted=True, **common)
-        if dtype == FP8:
-            yield _Form(**{**common, "out": BF16}, clamp=10.0, weighted=True)
-    yield _Form(dtype, out=BF16, bias=BF16, activation="swiglu", weighted=True)
+            yield _Form(clamp=clamp, **common)
+            # With FP8 operands the epilogue runs beside tensor-core products: registers are scarce.
+            if dtype == FP8:
+                yield _Form(clamp=clamp, out=FP8, **common)
+                yield _Form(clamp=clamp, out=FP8, bias=FP32, **common)
+    common.update(activation="swiglu", out=dtype)
+    yield from (_Form(bias=bias, clamp=10.0, **common) for bias in (BF16, FP32))
+    yield _Form(kind="masked", **common)
+    yield _Form(**{**common, "weighted": False})
 
 
 def _wide_launches(dtype: torch.dtype, transposed_b: bool) -> Iterator[Launch]:
@@ -165,9 +167,10 @@ def _wide_launches(dtype: torch.dtype, transposed_b: bool) -> Iterator[Launch]:
     widths = {tile.block_n: tile for tile in reversed(plainest.tiles(ROWS[0])) if tile.is_wide}
     first = widths[256]
     for kind in launch.KINDS:
-        form = replace(plainest, kind=kind)
-        yield from (form.launch(ROWS[0], tile) for tile in form.tiles(ROWS[0]) if replace(tile, together=1) == first)
-    for rows in ROWS:
+        yield replace(plainest, kind=kind).launch(ROWS[0], first)
+    masked = replace(plainest, kind="masked")
+    yield from (masked.launch(ROWS[0], tile) for tile in masked.tiles(ROWS[0]) if replace(tile, together=1) == first)
+    for rows in ROWS[:1] if transposed_b else ROWS:
         for tile in plainest.tiles(rows):
             if tile.block_n == first.block_n and tile.is_wide or tile in widths.values():
                 yield plainest.launch(rows, tile)
@@ -182,6 +185,12 @@ def _skinny_launches() -> Iterator[Launch]:
         return [tile for tile in form.tiles(rows) if not tile.is_wide]
 
     yield from (_Form().launch(ROWS[0], tile) for tile in tiles(_Form(), ROWS[0]))
+    # A bias is added in float32, which may need more shared memory than the result that the stages leave room for.
+    biased = _Form(bias=FP32)
+    for tile in tiles(biased, ROWS[0]):
+        ring = tile.stages * stage_bytes(tile.block_m, tile.block_n, tile.k_blocks)
+        if tile.together == 1 and tile.swap and ring + 2 * 64 * tile.block_m * 4 > SHARED_MEMORY - 4096:
+            yield biased.launch(ROWS[0], tile)
     # Stores, layouts and bands with the tiles that need the most registers.
     for swap in (False, True):
 

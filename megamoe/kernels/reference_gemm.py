@@ -35,6 +35,7 @@ def product(
     return reference.gemm_nt_fp8(Fp8Tensor(a, a_scales, (1, 128)), Fp8Tensor(b, b_scales, (128, 128)))
 
 
+@torch.no_grad()
 def gemm(
     a: torch.Tensor,
     a_scales: torch.Tensor | None,

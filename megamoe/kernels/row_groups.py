@@ -17,8 +17,8 @@ KINDS = ("contiguous", "psum", "masked")
 class RowGroups:
     """Assignment of rows to experts; make it with ``contiguous``, ``psum`` or ``masked``.
 
-    All three are read on the device only, and bounded there: an id outside ``[0, e)`` counts as padding, an end past the
-    matrix or a count above ``M_max`` is cut. Rows outside the matrix are never touched.
+    All three are read on the device only, and bounded there: an id outside ``[0, e)`` counts as padding, an end past
+    the matrix or a count above ``M_max`` is cut. Rows outside the matrix are never touched.
 
     Attributes:
         kind: "contiguous", "psum" or "masked".
@@ -42,13 +42,13 @@ class RowGroups:
     def contiguous(cls, expert_ids: torch.Tensor, expected: int | None = None) -> RowGroups:
         """``expert_ids`` int32 ``[P]``: each row's expert, the same in each aligned block of 128 rows but for padding.
 
-        Padding rows (-1) end a block: they are computed with the block's expert. A block that starts with -1 is left out.
+        Padding rows (-1) end a block and are computed with its expert. Blocks that start with -1 are left out.
         """
         return cls("contiguous", expert_ids, expected)
 
     @classmethod
     def psum(cls, ends: torch.Tensor, expected: int | None = None) -> RowGroups:
-        """``ends`` int32 ``[e]``: one past each expert's last row. Expert j starts at ``ends[j - 1]`` rounded up to 128.
+        """``ends`` int32 ``[e]``: one past each expert's last row; group j starts at ``ends[j - 1]`` rounded up to 128.
 
         Rows between groups are neither read nor written.
         """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block can have on Hopper."""
 
-RESERVED = 1536
+RESERVED = 1024
 """Bytes kept free for barriers and what the compiler passes to the warps."""
 
 
@@ -55,6 +55,7 @@ class Problem:
         kind: "dense", "contiguous", "psum" or "masked".
         sms: streaming multiprocessors to use.
         wide_only: an activation is fused, which the other kernels lack.
+        out_bytes: of an element of the result.
     """
 
     rows: int
@@ -64,6 +65,7 @@ class Problem:
     kind: str
     sms: int
     wide_only: bool = False
+    out_bytes: int = 2
 
 
 def _ceil(x: int, y: int) -> int:
@@ -96,16 +98,16 @@ def stage_bytes(block_m: int, block_n: int, k_blocks: int) -> int:
     return k_blocks * ((block_m + block_n) * 128 + max(block_m, 32) * 4) + 64
 
 
-def _skinny_stages(block_m: int, block_n: int, k_blocks: int, swap: bool) -> int:
-    # With swap the results change their order through shared memory, as fp32 at most.
-    scratch = 2 * 64 * block_m * 4 if swap else 0
+def _skinny_stages(block_m: int, block_n: int, k_blocks: int, swap: bool, out_bytes: int) -> int:
+    # With swap the results change their order through shared memory.
+    scratch = 2 * 64 * block_m * out_bytes if swap else 0
     return min((SHARED_MEMORY - RESERVED - scratch) // stage_bytes(block_m, block_n, k_blocks), 12)
 
 
 def _group_m(problem: Problem, block_m: int) -> int:
     """Row blocks per band: measured best widths. One block per group: stay inside a group; many: wide bands."""
     blocks = _ceil(problem.rows, block_m)
-    return 1 if blocks <= 1 else 8 if blocks < 16 else 16 if blocks < 32 else 32
+    return 1 if blocks <= 1 else 4 if blocks < 16 else 16
 
 
 def legal_tiles(problem: Problem, dtype: str = "fp8") -> list[Tile]:
@@ -114,8 +116,8 @@ def legal_tiles(problem: Problem, dtype: str = "fp8") -> list[Tile]:
     wide = Tile(128, 256, 4, _group_m(problem, 128), skew=2 if dtype == "bf16" else 0)
     tiles = [wide]
     if problem.rows <= 256 and num_k >= 2:
-        tiles.append(replace(wide, together=2))
-        tiles += [replace(wide, group_m=8, together=together) for together in (1, 2) if wide.group_m != 8]
+        # Beside two stages at a time: across experts, which pays only when each row of weights is long.
+        tiles += dict.fromkeys((replace(wide, together=2), replace(wide, together=2, group_m=8)))
     if dtype == "bf16":
         return tiles
     if problem.wide_only:
@@ -126,7 +128,7 @@ def legal_tiles(problem: Problem, dtype: str = "fp8") -> list[Tile]:
         if problem.kind == "contiguous" and block_m != 128:
             continue
         for k_blocks in (4, 2, 1):
-            stages = _skinny_stages(block_m, block_n, k_blocks, swap)
+            stages = _skinny_stages(block_m, block_n, k_blocks, swap, problem.out_bytes)
             if num_k % k_blocks or stages < 2 or (k_blocks > 2 and block_n >= 128 and block_m >= 64):
                 continue
             if k_blocks > 1 and (block_m, block_n) == (64, 256):
@@ -137,26 +139,53 @@ def legal_tiles(problem: Problem, dtype: str = "fp8") -> list[Tile]:
     return tiles
 
 
+def is_legal(tile: Tile, problem: Problem, dtype: str = "fp8") -> bool:
+    """Whether a kernel can run the tile: one of ``legal_tiles``, or one with fewer stages or another order."""
+    stages = {
+        (legal.block_m, legal.block_n, legal.k_blocks, legal.swap): legal.stages
+        for legal in legal_tiles(problem, dtype)
+    }
+    most = stages.get((tile.block_m, tile.block_n, tile.k_blocks, tile.swap), 0)
+    order = tile.group_m >= 1 and tile.together in (1, 2) and 0 <= tile.skew < tile.stages
+    return 2 <= tile.stages <= most and order
+
+
 CLOCK = 1.6e3
 """Cycles per microsecond under load."""
+
+FIXED = 3.0
+"""Microseconds from launch to the first request, and to leave."""
 
 DRAM_RATE = 2600.0
 """Bytes per cycle from device memory, all SMs together."""
 
-SM_RATE = 44.0
-"""Bytes per cycle that one SM takes from L2 or device memory."""
+DRAM_RATE_OF_SM = 22.0
+"""Bytes per cycle from device memory that one SM takes at most."""
+
+SM_RATE = 85.0
+"""Bytes per cycle from L2 that one SM takes at most."""
+
+LATENCY = 1800.0
+"""Cycles from a request to its data; with the ring's bytes it limits what one SM takes."""
+
+LONG_K = 32
+"""Blocks of 128 along K from which requesting two stages at a time pays."""
 
 WIDE_CYCLES = 1122.0
 """Cycles per block of 128 along K of the 128 x 256 tile, tensor cores kept busy (measured)."""
 
-TILE_CYCLES = 1500.0
-"""Cycles to start and end a tile that nothing hides."""
+SHARED_WEIGHTS = 0.15
+"""Additional cost of weights that several blocks read at the same time, per further block."""
+
+
+REPEATED_ROWS = 0.06
+"""Cost of bytes of A that come from L2, relative to those from device memory."""
 
 
 def _compute_cycles(tile: Tile) -> float:
     """Cycles per block of 128 along K when everything is in shared memory."""
     if tile.is_wide:
-        return WIDE_CYCLES * (tile.block_n / 256)
+        return WIDE_CYCLES * (0.8 if tile.block_n == 192 else 1.0)
     operand, columns = (tile.block_n, tile.block_m) if tile.swap else (tile.block_m, tile.block_n)
     warpgroups = max(operand // 64, 1)
     per_consumer = columns if operand == 128 else columns / 2
@@ -165,23 +194,31 @@ def _compute_cycles(tile: Tile) -> float:
 
 
 def cost(tile: Tile, problem: Problem) -> float:
-    """Modelled microseconds: full waves of tiles and a last partial one, each bound by arithmetic or by memory."""
+    """Modelled microseconds, bound by arithmetic and L2 of the busiest SM, or by device memory."""
     num_k = _ceil(problem.k, 128)
     blocks = _ceil(max(problem.rows, 1), tile.block_m)
-    columns = _ceil(problem.n, tile.block_n)
-    tiles = problem.groups * blocks * columns
-    tile_bytes = (tile.block_m + tile.block_n) * 128 * num_k
-    # Weights come from device memory once, rows of A from L2 after the first reader.
-    fresh_bytes = tile.block_n * 128 * num_k / blocks
-    request = {1: 1.12, 2: 1.04}.get(tile.together * tile.k_blocks, 1.0)
+    tiles = problem.groups * blocks * _ceil(problem.n, tile.block_n)
+    sharing = 1 + SHARED_WEIGHTS * (min(blocks, 4) - 1) if problem.rows <= 128 else 1.0
+    # Wide tiles are stored while the next one runs, the others are not.
+    store = 12.0 * tile.block_m * tile.block_n / 256
+    in_flight = (tile.stages - 1) * (tile.block_m + tile.block_n) * 128 * tile.k_blocks
+    block_bytes = (tile.block_m + tile.block_n) * 128
+    per_block = max(_compute_cycles(tile), block_bytes / min(SM_RATE, in_flight / LATENCY))
+    busiest = _ceil(tiles, problem.sms) * (
+        num_k * per_block * sharing**0.5 + (200 if tile.is_wide else 400 + store / 2)
+    )
 
-    def wave(active: int) -> float:
-        bound_by_sm = max(num_k * _compute_cycles(tile), tile_bytes / SM_RATE)
-        return max(bound_by_sm, active * fresh_bytes * request / DRAM_RATE) + TILE_CYCLES
-
-    full, rest = divmod(tiles, problem.sms)
-    cycles = full * wave(problem.sms) + (wave(rest) if rest else 0.0)
-    return cycles / CLOCK + 2.0
+    # Weights come from device memory once; longer runs of each of their rows suit it.
+    run = tile.k_blocks * (tile.together if num_k >= LONG_K else 1)
+    request = {1: 1.12, 2: 1.04}.get(run, 1.0) * (1.02 if tile.together == 2 and num_k < LONG_K else 1.0)
+    rate = min(DRAM_RATE, DRAM_RATE_OF_SM * min(tiles, problem.sms))
+    weights = problem.groups * problem.n * 128 * num_k * request * sharing
+    # Each tile reads its rows of A again, from L2.
+    again = REPEATED_ROWS * tiles * tile.block_m * 128 * num_k
+    memory = (weights + again) / rate
+    # Neither bound hides the other fully when they are close.
+    both = (busiest**3 + memory**3) ** (1 / 3)
+    return (both + LATENCY + store) / CLOCK + FIXED
 
 
 def choose_tile(problem: Problem, dtype: str = "fp8") -> Tile:

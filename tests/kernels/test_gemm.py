@@ -75,9 +75,7 @@ def without_out(case: Case) -> tuple[Instance, torch.Tensor | Fp8Tensor]:
         options.update(row_weights=instance.row_weights, activation=case.activation, clamp=case.clamp)
         if case.fp8:
             options["quantize"] = case.fp8_out
-            return instance, gemm_swiglu.grouped_fp8_gemm_swiglu_nt(
-                instance.a, instance.b, instance.rows, **options
-            )
+            return instance, gemm_swiglu.grouped_fp8_gemm_swiglu_nt(instance.a, instance.b, instance.rows, **options)
         return instance, gemm_swiglu.grouped_bf16_gemm_swiglu_nt(instance.a, instance.b, instance.rows, **options)
     options.update(c=instance.c, out_dtype=case.out_dtype)
     function = gemm.grouped_fp8_gemm_nt if case.fp8 else gemm.grouped_bf16_gemm_nt

@@ -159,7 +159,9 @@ def test_gpu_without_rows():
     )
     assert pool_gemm.grouped_gemm_nn(a, weight, empty).shape == (0, 96)
     assert pool_gemm.grouped_gemm_nt(a, weight.transpose(1, 2).contiguous(), empty).shape == (0, 96)
-    assert torch.equal(pool_gemm.grouped_gemm_k(a, a, empty), torch.zeros(3, 64, 64, dtype=torch.bfloat16, device="cuda"))
+    assert torch.equal(
+        pool_gemm.grouped_gemm_k(a, a, empty), torch.zeros(3, 64, 64, dtype=torch.bfloat16, device="cuda")
+    )
 
 
 @pytest.mark.gpu

@@ -248,7 +248,11 @@ def compute(instance: Instance, out: Any, rows: RowGroups | None, tile: Any = No
     case = instance.case
     if case.activation:
         options = dict(
-            row_weights=instance.row_weights, activation=case.activation, clamp=case.clamp, bias=instance.bias, tile=tile
+            row_weights=instance.row_weights,
+            activation=case.activation,
+            clamp=case.clamp,
+            bias=instance.bias,
+            tile=tile,
         )
         if case.fp8:
             return gemm_swiglu.grouped_fp8_gemm_swiglu_nt(

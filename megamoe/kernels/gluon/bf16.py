@@ -242,7 +242,8 @@ def bf16_gemm_kernel(
     Args:
         a_desc: A, boxes [128, 64]. b_desc: B as [experts * N, K], boxes [256, 64] (with an activation [128, 64]), or as
             [experts, K, N], boxes [1, 64, 256] (TRANSPOSED_B). d_desc: D, boxes [64, 256] (WIDE) or [64, 128].
-        start_ptr: the bias [experts, N], or C like D (START; D may be C). weights_ptr: fp32 [rows], routing weights. index: see ``schedule``. n8: N / 8.
+        start_ptr: the bias [experts, N], or C like D (START; D may be C).
+        weights_ptr: fp32 [rows], routing weights. index: see ``schedule``. n8: N / 8.
     """
     n = n8 * 8
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], a_desc.layout)
@@ -265,6 +266,7 @@ def bf16_gemm_kernel(
     mbarrier.init(lead, count=1)
     bars = (full, empty, lead)
     bufs = (a_bufs, b_bufs, notes)
+    pieces.wait_for_previous_kernel()
     gl.warp_specialize(
         [
             (

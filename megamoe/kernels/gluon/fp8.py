@@ -3,11 +3,11 @@
 D = A B^T: A [rows, K] e4m3 with one scale per 1x128, B [experts * N, K] e4m3 with one scale per 128x128. Each product
 of 128 along K comes from the tensor cores and is scaled and added up in fp32 registers (they keep about 14 bits).
 
-Three roles on each SM. The loader warp walks the tiles and fills a ring of stages by TMA; the ring does not stop between
-tiles. Two consumers of four warps own 64 rows each and run two waves of columns per stage, taking turns: one scales its
-last wave while the other's runs. The waves are two parts of the tile or, with an activation, gate and up of the same 128
-columns, so that both meet in one thread and weights need no interleaving. A tile's results are stored while the next
-tile's first wave runs.
+Three roles on each SM. The loader warp walks the tiles and fills a ring of stages by TMA; the ring does not stop
+between tiles. Two consumers of four warps own 64 rows each and run two waves of columns per stage, taking turns: one
+scales its last wave while the other's runs. The waves are two parts of the tile or, with an activation, gate and up of
+the same 128 columns, so that both meet in one thread and weights need no interleaving. A tile's results are stored
+under the next tile's first wave.
 """
 
 from triton.experimental import gluon
@@ -52,7 +52,7 @@ def load_tiles(
     WIDTH: gl.constexpr,
     BOTH: gl.constexpr,
 ):
-    """The loader. TOGETHER = 2: requests two stages at a time, 256 contiguous bytes of a row, where DRAM is the bound."""
+    """The loader. TOGETHER = 2 requests two stages at a time: 256 contiguous bytes of each row, which suits DRAM."""
     a_desc, b_desc, b1_desc, sfa_desc = descs
     full, empty = bars
     a_bufs, b_bufs, b1_bufs, sfa_bufs, sfb_bufs, notes = bufs
@@ -225,19 +225,27 @@ def consume_tiles(
     """Consumer C: rows 64 C .. 64 C + 63 of each tile."""
     full, empty = bars
     a_bufs, b_bufs, b1_bufs, sfa_bufs, sfb_bufs, notes = bufs
-    d_desc, d1_desc = d_descs
-    d_buf = d_bufs[0].index(C)
-    d1_buf = d_bufs[1].index(C)
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    L1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
+    # Consumer 1 takes a narrow wave first: it runs beside the other's wide one, each long enough to scale the last.
+    LATE: gl.constexpr = 1 if WIDTH < 128 and C == 1 else 0
+    W0: gl.constexpr = WIDTH if LATE == 1 else 128
+    W1: gl.constexpr = 128 if LATE == 1 else WIDTH
+    if LATE == 1:
+        d1_desc, d_desc = d_descs
+        b1_bufs, b_bufs = b_bufs, b1_bufs
+    else:
+        d_desc, d1_desc = d_descs
+    d_buf = d_bufs[LATE].index(C)
+    d1_buf = d_bufs[1 - LATE].index(C)
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W0, 32])
+    L1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W1, 32])
     LR: gl.constexpr = gl.SliceLayout(1, L)
     BOTH: gl.constexpr = ACTIVATION != pieces.NONE
     NARROW: gl.constexpr = WIDTH < 128
     STEP: gl.constexpr = 128 if BOTH else 128 + WIDTH
     num_k = (k + 127) // 128
     columns = n // 2 if BOTH else n
-    f0 = gl.full([64, 128], 0.0, gl.float32, L)
-    f1 = gl.full([64, WIDTH], 0.0, gl.float32, L1)
+    f0 = gl.full([64, W0], 0.0, gl.float32, L)
+    f1 = gl.full([64, W1], 0.0, gl.float32, L1)
     p = f0
     # The partial of a narrow second wave; a full one shares the first's registers.
     q = f1
@@ -255,12 +263,15 @@ def consume_tiles(
         row += C * 64
         valid -= C * 64
         col = n_block * STEP
-        first, second = wave_columns(n_block, n, WIDTH, BOTH)
+        if LATE == 1:
+            second, first = wave_columns(n_block, n, WIDTH, BOTH)
+        else:
+            first, second = wave_columns(n_block, n, WIDTH, BOTH)
         # K block 0; the tile before is stored under wave 0.
         s = it % STAGES
         a = sfa_bufs.index(s).reshape([128]).slice(C * 64, 64, 0).load(LR)
-        b0 = sfb_bufs.index(s).slice(0, 1, 0).load(LR)
-        b1 = sfb_bufs.index(s).slice(1, 1, 0).load(LR)
+        b0 = sfb_bufs.index(s).slice(LATE, 1, 0).load(LR)
+        b1 = sfb_bufs.index(s).slice(1 - LATE, 1, 0).load(LR)
         pieces.wait_turn(C)
         running = wave(a_bufs, b_bufs, s, C, p)
         pieces.pass_turn(C)
@@ -290,7 +301,7 @@ def consume_tiles(
         else:
             store_part(d1_desc, d_ptr, d1_buf, last_row, last_col, last_valid, columns, f1, OUT)
         if BIAS:
-            f0 = pieces.bias_rows(bias_ptr, col + first, expert, n, L, 64, 128)
+            f0 = pieces.bias_rows(bias_ptr, col + first, expert, n, L, 64, W0)
         p = warpgroup_mma_wait(0, deps=[running])
         if BIAS:
             f0 += p * (a * b0)[:, None]
@@ -304,9 +315,9 @@ def consume_tiles(
         pieces.pass_turn(C)
         scale1 = a * b1
         if BIAS:
-            f1 = pieces.bias_rows(bias_ptr, col + second, expert, n, L1, 64, WIDTH)
+            f1 = pieces.bias_rows(bias_ptr, col + second, expert, n, L1, 64, W1)
         else:
-            f1 = gl.full([64, WIDTH], 0.0, gl.float32, L1)
+            f1 = gl.full([64, W1], 0.0, gl.float32, L1)
         for _ in range(1, num_k):  # not unrolled: ptxas would spill
             it += 1
             s = it % STAGES
@@ -315,8 +326,8 @@ def consume_tiles(
             mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
             # After the arrive: Triton puts a barrier between it and the next shared read, which must not be the wave.
             a = sfa_bufs.index(s).reshape([128]).slice(C * 64, 64, 0).load(LR)
-            b0 = sfb_bufs.index(s).slice(0, 1, 0).load(LR)
-            b1 = sfb_bufs.index(s).slice(1, 1, 0).load(LR)
+            b0 = sfb_bufs.index(s).slice(LATE, 1, 0).load(LR)
+            b1 = sfb_bufs.index(s).slice(1 - LATE, 1, 0).load(LR)
             f1 += q * of_rows(scale1, L1)[:, None]
             pieces.wait_turn(C)
             if NARROW:
@@ -458,6 +469,7 @@ def fp8_gemm_kernel(
     d_descs = (d_desc, d1_desc)
     both_d_bufs = (d_bufs, d1_bufs)
     descs = (a_desc, b_desc, b1_desc, sfa_desc)
+    pieces.wait_for_previous_kernel()
     gl.warp_specialize(
         [
             (

@@ -1,11 +1,9 @@
-"""Launches of the Hopper kernels: tensor maps, compile-time parameters and a cache of both.
-
-A call whose tensors lie where those of an earlier call lay costs a dictionary look-up and the launch.
-"""
+"""Launches of the Hopper kernels: tensor maps and compile-time parameters."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.kernels.gluon import bf16, fp8, pieces, schedule, skinny
+from megamoe.kernels.gluon.repeat import repeated
 from megamoe.kernels.tiles import Tile
-
-MAX_CACHED_CALLS = 8192
 
 KINDS = {"dense": schedule.DENSE, "contiguous": schedule.CONTIGUOUS, "psum": schedule.PSUM, "masked": schedule.MASKED}
 
@@ -29,7 +26,8 @@ ACTIVATIONS = {
 }
 
 # 168 registers x 384 threads fill the register file; the kernels then share them out among their roles.
-OPTIONS = dict(num_warps=4, maxnreg=168)
+# Dependent launches overlap with the kernel before: see ``pieces.wait_for_previous_kernel``.
+OPTIONS = dict(num_warps=4, maxnreg=168, launch_pdl=True, enable_fp_fusion=True)
 
 SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -79,7 +77,7 @@ def descriptor(tensor: torch.Tensor, block: tuple[int, ...], layout: Any = None)
 
 
 class _Address:
-    """Stands for a tensor in a cached tensor map: an address, so that the cache keeps no memory alive."""
+    """Stands for a tensor in a kept launch: an address, so that no memory is kept alive."""
 
     __slots__ = ("dtype", "_address")
 
@@ -105,45 +103,6 @@ def _detached(argument: Any) -> Any:
     return argument
 
 
-_calls: dict[tuple, tuple[Any, tuple]] = {}
-
-
-def _launch(kernel: Any, arguments: dict[str, Any], grid: int, device: torch.device, key: tuple) -> None:
-    compiled = kernel.warmup(*arguments.values(), grid=(grid,), **OPTIONS)
-    # In the kernel's order, compile-time values and all; num_warps is the last of them.
-    bound = {**arguments, "num_warps": OPTIONS["num_warps"]}
-    if len(_calls) >= MAX_CACHED_CALLS:
-        _calls.clear()
-    values = tuple(_detached(bound[name]) for name in kernel.arg_names)
-    _calls[key] = (compiled, (grid, 1, 1), values)
-    _run(_calls[key], device)
-
-
-def _run(call: tuple[Any, tuple, tuple], device: torch.device) -> None:
-    compiled, grid, values = call
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
-
-
-def _key_of(tensor: torch.Tensor | None) -> tuple | None:
-    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())
-
-
-def _with_device(device: torch.device):
-    return torch.cuda.device(device) if torch.cuda.current_device() != device.index else _no_change
-
-
-class _NoChange:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-
-_no_change = _NoChange()
-
-
 def gemm(
     kind: str,
     x: Operands,
@@ -153,40 +112,30 @@ def gemm(
     activation: str | None = None,
     clamp: float | None = None,
     transposed_b: bool = False,
-) -> None:
-    """Computes into ``x.out`` (and ``x.out_scales``). Nothing is checked here; ``gemm.py`` does."""
-    device = x.a.device
-    key = (
-        kind,
-        tile,
-        sms,
-        activation,
-        clamp,
-        transposed_b,
-        device.index,
-        x.num_rows,
-        x.b.shape,
-        x.out.dtype,
-        _key_of(x.a),
-        _key_of(x.a_scales),
-        x.b.data_ptr(),
-        _key_of(x.b_scales),
-        _key_of(x.out),
-        _key_of(x.out_scales),
-        x.index.data_ptr(),
-        _key_of(x.c),
-        _key_of(x.bias),
-        _key_of(x.row_weights),
-    )
-    with _with_device(device):
-        call = _calls.get(key)
-        if call is not None:
-            _run(call, device)
+) -> Callable[[], None]:
+    """Computes into ``x.out`` (and ``x.out_scales``). Nothing is checked here; ``gemm.py`` does.
+
+    Returns:
+        The launch, to be repeated while the tensors lie where they are.
+    """
+    kernel, arguments = arguments_of(kind, x, tile, activation=activation, clamp=clamp, transposed_b=transposed_b)
+    device = x.a.device.index
+    with torch.cuda.device(device):
+        compiled = kernel.warmup(*arguments.values(), grid=(sms,), **OPTIONS)
+        # In the kernel's order, compile-time values and all; num_warps is the last of them.
+        bound = {**arguments, "num_warps": OPTIONS["num_warps"]}
+        values = tuple(_detached(bound[name]) for name in kernel.arg_names)
+        run = repeated(compiled, sms, values)
+
+    def launch() -> None:
+        if torch._C._cuda_getDevice() == device:
+            run(torch._C._cuda_getCurrentRawStream(device))
         else:
-            kernel, arguments = arguments_of(
-                kind, x, tile, activation=activation, clamp=clamp, transposed_b=transposed_b
-            )
-            _launch(kernel, arguments, sms, device, key)
+            with torch.cuda.device(device):
+                run(torch._C._cuda_getCurrentRawStream(device))
+
+    launch()
+    return launch
 
 
 def arguments_of(

@@ -56,6 +56,23 @@ def pass_turn(C: gl.constexpr):
 
 
 @gluon.jit
+def wait_for_previous_kernel():
+    """Programmatic dependent launch: the next kernel's blocks may start, and this one waits for the last one's memory.
+
+    What stands before, and the launch itself, overlaps with the end of the kernel before. Does nothing in a launch
+    without the attribute.
+    """
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;",
+        "=r,r,~{memory}",
+        [0],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def lanes(COUNT: gl.constexpr):
     """0 ... COUNT - 1 of the loader warp, an element a lane."""
     return gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -136,8 +153,10 @@ def store_wide_rows(d_ptr, row, col, valid, n, values, ADD: gl.constexpr):
 
 @gluon.jit
 def store_tile(d_desc, d_ptr, d_buf, row, col, valid, n, values):
-    """Registers -> shared -> global memory by TMA, which only the next use of d_buf waits for; columns from ``n`` on are
-    left out. The rows of a tile that its group cuts short are copied one by one: TMA would write them all.
+    """Registers -> shared -> global memory by TMA, which only the next use of d_buf waits for.
+
+    Columns from ``n`` on are left out. The rows of a tile that its group cuts short are copied one by one: TMA would
+    write them all.
     """
     ROWS: gl.constexpr = values.shape[0]
     COLS: gl.constexpr = values.shape[1]
@@ -167,6 +186,19 @@ def sigmoid(x):
 
 
 @gluon.jit
+def erf(x):
+    """Within 1.5e-7 and without branches, which would make ptxas serialise the wave that runs meanwhile.
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
+    """
+    magnitude = gl.abs(x)
+    t = 1.0 / (1.0 + 0.3275911 * magnitude)
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    value = 1.0 - series * gl.exp2(magnitude * magnitude * -LOG2_E)
+    return gl.where(x < 0, -value, value)
+
+
+@gluon.jit
 def activate_gate(gate, clamp, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr):
     """fp32 factor that the gate contributes; ``multiply_up`` is the rest of ``reference.activate``."""
     if CLAMP:
@@ -180,7 +212,7 @@ def activate_gate(gate, clamp, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr):
         # tanh(y) = 2 sigmoid(2 y) - 1
         gate = gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
-        gate = 0.5 * gate * (1.0 + gl.erf(gate * 0.7071067811865476))
+        gate = 0.5 * gate * (1.0 + erf(gate * 0.7071067811865476))
     return gate
 
 

@@ -1,8 +1,8 @@
 """Which tile a block computes next: the walk over row groups, for all row layouts. Device code, run by the loader warp.
 
-A group is a run of rows that tiles must not cross: an expert of the psum or masked layout, or all rows of the contiguous
-and dense ones. Counts, ends and ids come from device memory and are bounded here, so no row outside the matrix is ever
-named, whatever they hold.
+A group is a run of rows that tiles must not cross: an expert of the psum or masked layout, or all rows of the
+contiguous and dense ones. Counts, ends and ids come from device memory and are bounded here, so no row outside the
+matrix is ever named, whatever they hold.
 """
 
 from triton.experimental import gluon

@@ -205,7 +205,7 @@ def consume_tiles(
         col = n_block * BLOCK_N + FIRST_N
         valid -= FIRST_M
         sums = gl.full([64, COLS], 0.0, gl.float32, L)
-        for k0 in range(0, num_k, KS):
+        for _ in range(0, num_k, KS):
             s = it % STAGES
             mbarrier.wait(full.index(s), (it // STAGES) & 1)
             # All products of the stage in flight: ptxas would serialise them if each was scaled in turn.
@@ -308,6 +308,7 @@ def fp8_skinny_gemm_kernel(
     bars = (full, empty)
     bufs = (a_bufs, b_bufs, sfa_bufs, sfb_bufs, notes)
     descs = (a_desc, b_desc, sfa_desc)
+    pieces.wait_for_previous_kernel()
     gl.warp_specialize(
         [
             (

@@ -30,6 +30,8 @@ INSTRUCTIONS = tuple(
         (r"bar\.warp\.sync .*", "warp_sync"),
         (r"(?:bar|barrier\.cta)\.(sync|arrive) (\d+), (\d+)", "bar"),
         (r"cp\.async\.bulk\.commit_group", "nothing"),
+        # Streams run one launch after another here, so a kernel's start waits for nothing.
+        (r"griddepcontrol\.(wait|launch_dependents)", "nothing"),
         (r"cp\.async\.bulk\.wait_group(\.read)? (\d+)", "bulk_wait"),
         (r"ld\.(acquire|relaxed|volatile)(?:\.(sys|gpu|cta))?\.global\.\w+ (\$\d+), \[(\$\d+)\]", "ld"),
         (r"st\.(release|relaxed|volatile)(?:\.(sys|gpu|cta))?\.global\.\w+ \[(\$\d+)\], (\$\d+)", "st"),

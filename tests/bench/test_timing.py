@@ -1,0 +1,45 @@
+"""Interleaved timing with made-up clocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megamoe.bench import timing
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Names of the candidates in the order of their replays; each takes longer from replay to replay."""
+    order = []
+
+    class Timed:
+        def __init__(self, calls):
+            self.name, self.count = calls[0], 0
+
+        def replay(self):
+            order.append(self.name)
+            self.count += 1
+            return 10.0 * self.count if self.name == "a" else float(self.count)
+
+    monkeypatch.setattr(timing, "Timed", Timed)
+    return order
+
+
+def test_medians_and_turns(replays):
+    times = timing.interleaved({"a": ["a"], "b": ["b"], "c": ["c"]}, rounds=21)
+    assert times == {"a": 110.0, "b": 11.0, "c": 11.0}
+    rounds = ["".join(replays[i : i + 3]) for i in range(0, 63, 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds), "a round has everybody once"
+    # Nobody always follows the same one.
+    assert len(set(rounds)) > 2
+    assert {one[0] for one in rounds} == {"a", "b", "c"}
+
+
+def test_order_is_the_same_in_every_run(replays):
+    for _ in range(2):
+        timing.interleaved({"a": ["a"], "b": ["b"], "c": ["c"]}, rounds=4)
+    assert replays[:12] == replays[12:]
+
+
+def test_one_candidate(replays):
+    assert timing.interleaved({"a": ["a"]}, rounds=1) == {"a": 10.0}
