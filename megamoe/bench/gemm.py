@@ -135,17 +135,18 @@ def _plot(rows: list[dict[str, object]], folder: Path) -> None:
     ratios = [column for column in ("x_deep_gemm", "x_grouped_mm") if any(column in row for row in rows)]
     if not ratios:
         return
-    figure, axes = pyplot.subplots(figsize=(9, 0.28 * len(rows) + 1.5))
+    figure, axes = pyplot.subplots(figsize=(9, 0.2 * len(rows) + 1.5))
     for offset, column in enumerate(ratios):
         places = [index + 0.35 * offset for index, row in enumerate(rows) if column in row]
         axes.barh(places, [row[column] for row in rows if column in row], height=0.35, label=column[2:])
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [str(row["case"]) for row in rows], fontsize=7)
+    axes.set_yticks(range(len(rows)), [str(row["case"]) for row in rows], fontsize=6)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel("peer's time / megamoe's time")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(folder / "gemm.png", dpi=150)
+    figure.savefig(folder / "gemm.png", dpi=110)
     pyplot.close(figure)
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import torch
-
+from . import float_asm
 from .barriers import fence_async_all, fence_async_shared, named_barrier
 from .errors import SimError, Unsupported
 from .pointer_access import ATOMICS, load, store
@@ -41,6 +40,7 @@ INSTRUCTIONS = tuple(
 
 _models: list[tuple[re.Pattern, Callable]] = []
 _parsed: dict[str, list | None] = {}
+_arithmetic: dict[str, list | None] = {}
 
 
 def asm(pattern: str) -> Callable:
@@ -125,19 +125,12 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack, **_):
         match = pattern.search(text)
         if match:
             return model(*match.groups(), *args)
+    if text not in _arithmetic:
+        _arithmetic[text] = float_asm.parse(text)
+    if _arithmetic[text] is not None:
+        return Tensor(float_asm.run(_arithmetic[text], [x.v for x in args]))
     if text not in _parsed:
         _parsed[text] = parse(text)
     if _parsed[text] is None:
         raise Unsupported("gluon_sim has no model of this inline asm (add one with @gluon_sim.asm):\n" + text)
     return _run(_parsed[text], text, unwrap(constraints).count("="), args)
-
-
-@asm(r"^\s*tanh\.approx\.f32")
-def _tanh(x):
-    return Tensor(torch.tanh(x.v))
-
-
-# The pieces of 1 / (1 + 2^(-x log2 e)); ex2.approx and rcp.approx are within 2 ulp of this.
-@asm(r"0fBFB8AA3B.*ex2\.approx.*0f3F800000.*rcp\.approx")
-def _sigmoid(x):
-    return Tensor(torch.sigmoid(x.v))
