@@ -109,10 +109,10 @@ def _on_hopper(
         tile = _chosen_tile(problem, dtype)
     elif not is_legal(tile, problem, dtype):
         fail_value("tile", tile, f"no kernel runs it for {problem}", "Take one of megamoe.kernels.tiles.legal_tiles.")
-    if c is not None and a_scales is not None:
-        # The FP8 kernels add to what is there.
-        if c is not out:
-            out.copy_(c)
+    # The FP8 kernels add to what is there.
+    copied = c is not None and a_scales is not None and c is not out
+    if copied:
+        out.copy_(c)
     masked = kind == "masked"
     operands = launch.Operands(
         a.view(-1, a.shape[-1]) if masked else a,
@@ -128,7 +128,7 @@ def _on_hopper(
         a.shape[-2],
     )
     run = launch.gemm(kind, operands, tile, problem.sms, activation=activation, clamp=clamp, transposed_b=transposed_b)
-    return None if c is not None and c is not out else run
+    return None if copied else run
 
 
 def _flat_scales(scales: torch.Tensor) -> torch.Tensor:
