@@ -68,7 +68,9 @@ class TestScripts:
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["bash", *arguments], cwd=REPOSITORY, timeout=30, capture_output=True, text=True)
 
-    @pytest.mark.parametrize("script", ["launch/quickstart.sh", "launch/test.sh", "launch/_setup.sh", ".ci/run"])
+    @pytest.mark.parametrize(
+        "script", sorted([".ci/run", *(f"launch/{path.name}" for path in (REPOSITORY / "launch").glob("*.sh"))])
+    )
     def test_syntax(self, script):
         assert self.run("-n", script).returncode == 0
 
