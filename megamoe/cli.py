@@ -34,3 +34,15 @@ def bench_gemm(
         (gemm.run_sweep if sweep else gemm.run)(chosen, out, rounds)
     except MegaMoEError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+@bench.command("quant")
+def bench_quant() -> None:
+    """FP8 casts as a fraction of a device copy of as many bytes."""
+    from megamoe.bench import quant, timing
+
+    try:
+        timing.check_gpu()
+    except MegaMoEError as error:
+        raise typer.BadParameter(str(error)) from None
+    quant.main()

@@ -32,6 +32,7 @@ def invoke(*arguments: str):
     [
         (["--help"], ["bench"]),
         (["bench", "--help"], ["gemm", "peers"]),
+        (["bench", "quant", "--help"], ["casts"]),
         (["bench", "gemm", "--help"], ["--groups", "--sweep", "--out", "--rounds", "DeepGEMM"]),
     ],
 )
@@ -63,9 +64,10 @@ def test_bad_usage(arguments):
     assert result.exit_code == 2 and "Error" in text
 
 
-def test_without_a_gpu(monkeypatch):
+@pytest.mark.parametrize("arguments", [["gemm", "--groups", "few"], ["quant"]])
+def test_without_a_gpu(arguments, monkeypatch):
     monkeypatch.setattr(gemm.torch.cuda, "is_available", lambda: False)
-    result, text = invoke("bench", "gemm", "--groups", "few")
+    result, text = invoke("bench", *arguments)
     assert result.exit_code == 2
     assert "must be True. Run this on a machine with an NVIDIA GPU." in text
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megamoe.bench.gemm_cases import GROUPS, GemmCase, Problem, cases
-from megamoe.bench.timing import host_microseconds, interleaved
-from megamoe.errors import check_choice, fail_value
+from megamoe.bench.timing import check_gpu, host_microseconds, interleaved
+from megamoe.errors import check_choice
 from megamoe.kernels import gemm_ops, tiles
 
 DENSE_TFLOPS = {"fp8": 1979.0, "bf16": 989.0}
@@ -153,8 +153,7 @@ def _plot(rows: list[dict[str, object]], folder: Path) -> None:
 def _check(groups: list[str]) -> None:
     for group in groups:
         check_choice("groups", group, GROUPS)
-    if not torch.cuda.is_available():
-        fail_value("torch.cuda.is_available()", False, "must be True", "Run this on a machine with an NVIDIA GPU.")
+    check_gpu()
 
 
 def run(groups: list[str], folder: Path, rounds: int) -> list[dict[str, object]]:

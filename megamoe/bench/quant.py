@@ -1,6 +1,6 @@
 """Speed of the FP8 casts on a GPU, as a fraction of a device copy of as many bytes in the same run.
 
-Run: python -m megamoe.bench.quant
+Run: python -m megamoe bench quant
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def cases() -> list[tuple[str, Callable[[], object], int, int, float | None]]:
 
 
 def main() -> None:
+    """Measures and prints the table."""
     source = torch.randn(1 << 28, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copy_bytes = 2 * source.numel() * 2
@@ -106,7 +107,3 @@ def main() -> None:
         wanted = "" if goal is None else f">= {goal:.2f}"
         table.add_row(name, f"{micros:.2f}", f"{rate / 1e6:.2f}", f"{rate / copy_rate:.3f}", wanted)
     Console(width=110).print(table)
-
-
-if __name__ == "__main__":
-    main()

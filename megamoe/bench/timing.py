@@ -9,10 +9,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megamoe.errors import fail_value
+
 TARGET_US = 2500.0
 """Wanted length of one replay: long against the events' resolution, short enough for many rounds."""
 
 MAX_CALLS = 40
+
+
+def check_gpu() -> None:
+    """There is a GPU to measure."""
+    if not torch.cuda.is_available():
+        fail_value("torch.cuda.is_available()", False, "must be True", "Run this on a machine with an NVIDIA GPU.")
 
 
 class Timed:
