@@ -103,6 +103,34 @@ def _detached(argument: Any) -> Any:
     return argument
 
 
+_kernels: dict[tuple, Any] = {}
+
+
+def _kind_of(argument: Any) -> Any:
+    """What the compiler sees of an argument; sizes are not specialised."""
+    if isinstance(argument, TensorDescriptor):
+        return (argument.base.dtype, tuple(argument.block_shape), argument.layout)
+    if isinstance(argument, torch.Tensor):
+        return (argument.dtype, argument.data_ptr() % 16 == 0)
+    return type(argument)
+
+
+@functools.cache
+def _compile_time(kernel: Any) -> frozenset[str]:
+    """Names of the kernel's compile-time parameters."""
+    return frozenset(parameter.name for parameter in kernel.params if parameter.is_constexpr)
+
+
+def _compiled(kernel: Any, arguments: dict[str, Any], device: int) -> Any:
+    """The kernel compiled for these arguments. Triton's own search for it costs more than the launch."""
+    constants = _compile_time(kernel)
+    kinds = (value if name in constants else _kind_of(value) for name, value in arguments.items())
+    key = (kernel, device, *kinds)
+    if key not in _kernels:
+        _kernels[key] = kernel.warmup(*arguments.values(), grid=(1,), **OPTIONS)
+    return _kernels[key]
+
+
 def gemm(
     kind: str,
     x: Operands,
@@ -121,7 +149,7 @@ def gemm(
     kernel, arguments = arguments_of(kind, x, tile, activation=activation, clamp=clamp, transposed_b=transposed_b)
     device = x.a.device.index
     with torch.cuda.device(device):
-        compiled = kernel.warmup(*arguments.values(), grid=(sms,), **OPTIONS)
+        compiled = _compiled(kernel, arguments, device)
         # In the kernel's order, compile-time values and all; num_warps is the last of them.
         bound = {**arguments, "num_warps": OPTIONS["num_warps"]}
         values = tuple(_detached(bound[name]) for name in kernel.arg_names)

@@ -24,9 +24,7 @@ FP32 = gl.constexpr(1)
 FP8 = gl.constexpr(2)
 ADD_FP32 = gl.constexpr(3)
 
-FP8_MAX = gl.constexpr(448.0)
 MIN_AMAX = gl.constexpr(1e-10)
-LOG2_E = gl.constexpr(1.4426950408889634)
 SWIGLU_OAI_ALPHA = gl.constexpr(1.702)
 
 

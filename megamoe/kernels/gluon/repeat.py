@@ -38,24 +38,30 @@ def _recorded(compiled: Any, grid: int, values: tuple) -> tuple[Callable, list, 
 def repeated(compiled: Any, grid: int, values: tuple) -> Callable[[int], None]:
     """A function that launches ``compiled`` on a stream (its address), ``grid`` programs, with ``values``.
 
-    Kernels with scratch memory, and versions of Triton whose launcher looks different, take the usual way.
+    The first launch goes the usual way, for it may be the only one; the second one records. Kernels with scratch
+    memory, and versions of Triton whose launcher looks different, always take the usual way.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    may_record = not (run.global_scratch_size or run.profile_scratch_size)
+    launches = 0
+    short: tuple[Callable, tuple, tuple] | None = None
 
-    def usual(stream: int) -> None:
+    def launch(stream: int) -> None:
+        nonlocal launches, short
+        if short is not None:
+            launcher, before, after = short
+            launcher(*before, stream, *after)
+            return
+        launches += 1
+        if launches == 2 and may_record:
+            try:
+                launcher, arguments, position = _recorded(compiled, grid, values)
+            except (AttributeError, TypeError, ValueError):
+                pass
+            else:
+                short = launcher, tuple(arguments[:position]), tuple(arguments[position + 1 :])
+                launch(stream)
+                return
         run(grid, 1, 1, stream, function, metadata, None, None, None, *values)
 
-    if run.global_scratch_size or run.profile_scratch_size:
-        return usual
-    try:
-        launcher, arguments, position = _recorded(compiled, grid, values)
-    except (AttributeError, TypeError, ValueError):
-        return usual
-    before, after = tuple(arguments[:position]), tuple(arguments[position + 1 :])
-
-    def short(stream: int) -> None:
-        launcher(*before, stream, *after)
-
-    # Some versions unload a kernel that nothing refers to.
-    short.kernel = compiled
-    return short
+    return launch
