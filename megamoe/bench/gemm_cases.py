@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megamoe.kernels import gemm, gemm_swiglu, reference_gemm
+from megamoe.kernels import gemm, gemm_swiglu, reference, reference_gemm
 from megamoe.kernels.layout import align_up
-from megamoe.kernels.quant import quantize_blockwise, quantize_rowwise
+from megamoe.kernels.quant import dequantize, quantize_blockwise, quantize_rowwise
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.kernels.scales import to_mn_major
 from megamoe.kernels.tiles import Tile
@@ -148,14 +148,19 @@ class Problem:
         else:
             self.rows = RowGroups.contiguous(ids)
 
+    def _checked_spans(self) -> list[tuple[int, slice]]:
+        experts = sorted({0, len(self.spans) // 2, len(self.spans) - 1})
+        return [
+            (expert, slice(max(self.spans[expert][0], self.spans[expert][1] - 512), self.spans[expert][1]))
+            for expert in experts
+        ]
+
     def check(self, out: torch.Tensor) -> float:
         """Relative error of the result of the first weights: some experts, up to 512 rows of each."""
         case, b = self.case, self.weights[0]
         out = out.reshape(-1, case.n)
         difference = norm = 0.0
-        for expert in sorted({0, len(self.spans) // 2, len(self.spans) - 1}):
-            start, end = self.spans[expert]
-            span = slice(max(start, end - 512), end)
+        for expert, span in self._checked_spans():
             if self.is_bf16:
                 expected = self.a[span].float() @ (b[expert] if case.family == "bf16 nn" else b[expert].t()).float()
             else:
@@ -182,18 +187,34 @@ class Problem:
             return gemm.grouped_bf16_gemm_nt(self.a, b, self.rows, out=out, tile=tile)
         return gemm.grouped_fp8_gemm_nt(self.a, b, self.rows, out=out, tile=tile)
 
-    def swiglu(self) -> list[Callable[[], object]]:
-        """GEMM, SwiGLU, routing weight and cast in one kernel."""
+    def swiglu(self) -> tuple[list[Callable[[], object]], Fp8Tensor]:
+        """GEMM, SwiGLU, routing weight and cast in one kernel, once per set of weights; and where the result goes."""
         inter = self.case.n // 2
         codes = torch.empty(self.num_rows, inter, dtype=torch.float8_e4m3fn, device=DEVICE)
         scales = torch.empty(inter // 128, self.num_rows, device=DEVICE).t()
         out = Fp8Tensor(codes, scales, (1, 128))
-        return [
+        calls = [
             lambda b=b: gemm_swiglu.grouped_fp8_gemm_swiglu_nt(
                 self.a, b, self.rows, row_weights=self.row_weights, out=out
             )
             for b in self.weights
         ]
+        return calls, out
+
+    def check_swiglu(self, out: Fp8Tensor) -> float:
+        """``check`` of the fused result: against the reference that is cast to FP8 too."""
+        difference = norm = 0.0
+        for expert, span in self._checked_spans():
+            b = self.weights[0]
+            pre = reference_gemm.product(
+                self.a.codes[span], self.a.scales[span], b.codes[expert], b.scales[expert], False
+            )
+            act = reference.activate(pre, "swiglu", None) * self.row_weights[span, None]
+            expected = dequantize(reference.quantize(act, (1, 128)))
+            actual = dequantize(Fp8Tensor(out.codes[span], out.scales[span], out.block))
+            difference += (actual - expected).double().square().sum().item()
+            norm += expected.double().square().sum().item()
+        return (difference / max(norm, 1e-300)) ** 0.5
 
     def deep_gemm(self) -> list[Callable[[], object]]:
         """DeepGEMM's kernel for the same problem."""

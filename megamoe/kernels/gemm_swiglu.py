@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megamoe.errors import check_choice, check_number, check_tensor, fail_value
-from megamoe.kernels import gemm, gemm_ops
+from megamoe.kernels import gemm_checks, gemm_ops
 from megamoe.kernels.recent_calls import Call
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.kernels.scales import empty_mn_major
@@ -25,7 +25,7 @@ def _check_options(
     bias: torch.Tensor | None,
     multiple: int,
 ) -> None:
-    gemm.check_groups(rows)
+    gemm_checks.check_groups(rows)
     check_choice("activation", activation, ACTIVATIONS)
     if clamp is not None:
         check_number("clamp", clamp, 0, exclusive=True)
@@ -35,8 +35,8 @@ def _check_options(
         )
     if row_weights is not None:
         check_tensor("row_weights", row_weights, (num_rows,), (torch.float32,), b.device)
-        gemm.check_contiguous("row_weights", row_weights)
-    gemm.check_bias(bias, b, b.shape[1])
+        gemm_checks.check_contiguous("row_weights", row_weights)
+    gemm_checks.check_bias(bias, b, b.shape[1])
 
 
 def grouped_fp8_gemm_swiglu_nt(
@@ -78,22 +78,22 @@ def grouped_fp8_gemm_swiglu_nt(
     if call.launch():
         return call.out
     out = call.out
-    gemm.check_groups(rows)
-    gemm.check_fp8_operands(a, b, rows)
+    gemm_checks.check_groups(rows)
+    gemm_checks.check_fp8_operands(a, b, rows)
     inter = b.codes.shape[1] // 2
     num_rows = a.codes.shape[:-1].numel()
     _check_options(rows, b.codes, row_weights, num_rows, activation, clamp, bias, 128)
     shape = (*a.codes.shape[:-1], inter)
     if not quantize:
-        result = gemm.result(out, shape, torch.bfloat16, a.codes.device)
+        result = gemm_checks.checked_result(out, shape, torch.bfloat16, a.codes.device)
         scales = None
     elif out is None:
         result = torch.empty(shape, dtype=torch.float8_e4m3fn, device=a.codes.device)
         scales = empty_mn_major(torch.Size((*shape[:-1], inter // 128)), torch.float32, a.codes.device)
     else:
-        gemm.check_fp8("out", out, len(shape), (1, 128))
-        result = gemm.result(out.codes, shape, torch.float8_e4m3fn, a.codes.device)
-        gemm.check_mn_major("out", out.scales)
+        gemm_checks.check_fp8("out", out, len(shape), (1, 128))
+        result = gemm_checks.checked_result(out.codes, shape, torch.float8_e4m3fn, a.codes.device)
+        gemm_checks.check_mn_major("out", out.scales)
         scales = out.scales
     if result.numel():
         run = gemm_ops.execute(
@@ -133,11 +133,11 @@ def grouped_bf16_gemm_swiglu_nt(
     if call.launch():
         return call.out
     out = call.out
-    gemm.check_groups(rows)
-    gemm.check_bf16_operands(a, b, rows, False)
+    gemm_checks.check_groups(rows)
+    gemm_checks.check_bf16_operands(a, b, rows, False)
     inter = b.shape[1] // 2
     _check_options(rows, b, row_weights, a.shape[:-1].numel(), activation, clamp, bias, 8)
-    result = gemm.result(out, (*a.shape[:-1], inter), torch.bfloat16, a.device)
+    result = gemm_checks.checked_result(out, (*a.shape[:-1], inter), torch.bfloat16, a.device)
     if result.numel():
         run = gemm_ops.execute(
             a, None, b, None, rows, result, None, None, bias, row_weights, tile, activation=activation, clamp=clamp

@@ -235,6 +235,36 @@ def test_calls(family, on_cpu):
     assert len(problem.ours()) == problem.sets == 1
 
 
+@pytest.mark.parametrize("what", ["code", "scale", "nothing written"])
+def test_wrong_fused_results_are_not_timed(what, on_cpu, monkeypatch):
+    true_swiglu = Problem.swiglu
+
+    def swiglu(self):
+        calls, out = true_swiglu(self)
+        row = self.spans[-1][1] - 1
+
+        def call():
+            if what != "nothing written":
+                calls[0]()
+            if what == "code":
+                out.codes.view(torch.uint8)[row] ^= 0x08
+            elif what == "scale":
+                out.scales[row] *= 2
+
+        return [call], out
+
+    monkeypatch.setattr(Problem, "swiglu", swiglu)
+    with pytest.raises(RuntimeError, match="fused has relative error"):
+        gemm.measure(SMALL["swiglu"], None, 1)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="needs torch's grouped GEMM")
+def test_wrong_results_of_torch_are_not_timed(on_cpu, monkeypatch):
+    monkeypatch.setattr(Problem, "grouped_mm", lambda self: [lambda: 1.01 * self.outs[0]])
+    with pytest.raises(RuntimeError, match="grouped_mm has relative error"):
+        gemm.measure(SMALL["bf16"], None, 1)
+
+
 @pytest.mark.parametrize("family", SMALL)
 def test_measure(family, on_cpu, monkeypatch):
     case, peer = SMALL[family], Peer()
@@ -252,7 +282,7 @@ def test_measure(family, on_cpu, monkeypatch):
             return calls
 
         def grouped_mm(self):
-            return [lambda: None]
+            return [lambda: peer.result]
 
     monkeypatch.setattr(gemm, "Problem", Recorded)
     times = gemm.measure(case, peer, 4)

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megamoe.kernels import gemm, gemm_swiglu
+from megamoe.kernels import gemm, gemm_checks, gemm_swiglu
 from megamoe.kernels.quant import dequantize, quantize_blockwise, quantize_rowwise
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.kernels.tiles import Tile
 from megamoe.types import Fp8Tensor
+from tests.support.errors import fails
 from tests.support.gemm_cases import Case, Instance, compute, standard_cases
 
 CASES = standard_cases()
@@ -86,7 +87,6 @@ def without_out(case: Case) -> tuple[Instance, torch.Tensor | Fp8Tensor]:
     "name",
     [
         "contiguous",
-        "psum, fp32 + C",
         "masked",
         "bias",
         "swiglu",
@@ -108,7 +108,7 @@ def test_new_result(name):
         assert out.scales.shape == (*shape[:-1], columns // 128)
         assert out.scales.stride(-2) == 1, "scales are MN-major"
         # Ready to be the next GEMM's operand.
-        gemm.check_mn_major("out", out.scales)
+        gemm_checks.check_mn_major("out", out.scales)
         out = Fp8Tensor(out.codes.view(-1, columns), out.scales.reshape(-1, columns // 128), (1, 128))
         values = dequantize(out)
     else:
@@ -122,14 +122,21 @@ def test_new_result(name):
 
 
 def test_c_that_is_not_the_result_stays():
-    for fp8 in (True, False):
-        instance = Instance(Case((100, 0, 20), 64, 128, accumulate=True, out_dtype=torch.float32, fp8=fp8), 2)
-        before, out = instance.c.clone(), torch.full_like(instance.c, float("nan"))
-        function = gemm.grouped_fp8_gemm_nt if fp8 else gemm.grouped_bf16_gemm_nt
-        result = function(instance.a, instance.b, instance.rows, out=out, c=instance.c)
-        assert result is out and torch.equal(instance.c, before)
-        for start, end in instance.written:
-            torch.testing.assert_close(out[start:end], instance.expected[start:end], rtol=1e-3, atol=1e-3)
+    instance = Instance(Case((100, 0, 20), 64, 128, accumulate=True, out_dtype=torch.float32, fp8=False), 2)
+    before, out = instance.c.clone(), torch.full_like(instance.c, float("nan"))
+    result = gemm.grouped_bf16_gemm_nt(instance.a, instance.b, instance.rows, out=out, c=instance.c)
+    assert result is out and torch.equal(instance.c, before)
+    for start, end in instance.written:
+        torch.testing.assert_close(out[start:end], instance.expected[start:end], rtol=1e-3, atol=1e-3)
+
+
+def test_c_of_grouped_fp8_is_the_result():
+    instance = Instance(Case((100, 0, 20), 64, 128, accumulate=True, out_dtype=torch.float32), 2)
+    for out in (None, torch.empty_like(instance.c)):
+        with fails(ValueError, "c", "another tensor than out", "must be out"):
+            gemm.grouped_fp8_gemm_nt(
+                instance.a, instance.b, instance.rows, out=out, out_dtype=torch.float32, c=instance.c
+            )
 
 
 def test_rows_of_other_experts_do_not_matter():
@@ -177,7 +184,8 @@ def test_no_rows(fp8):
     swiglu = gemm_swiglu.grouped_fp8_gemm_swiglu_nt if fp8 else gemm_swiglu.grouped_bf16_gemm_swiglu_nt
     for rows in (RowGroups.psum(int32(0, 0)), RowGroups.contiguous(int32())):
         assert function(a, b, rows).shape == (0, 256)
-        assert function(a, b, rows, out_dtype=torch.float32, c=torch.zeros(0, 256)).dtype == torch.float32
+        out = torch.zeros(0, 256)
+        assert function(a, b, rows, out=out, c=out).dtype == torch.float32
         result = swiglu(a, b, rows)
         assert (result.codes if fp8 else result).shape == (0, 128)
         if fp8:
@@ -222,12 +230,14 @@ def test_sums_of_nothing(fp8):
         ({"c": c}, c),
         ({"bias": bias}, bias.repeat_interleave(128, 0)),
     ):
-        out = torch.full((256, 256), 3.0)
+        before = options["c"].clone() if "c" in options else torch.full((256, 256), 3.0)
+        out = before.clone()
+        options = {**options, "c": out} if "c" in options else options
         function(a, b, rows, out=out, **options)
         for span in written:
             assert torch.equal(out[span], expected[span])
-            out[span] = 3.0
-        assert (out == 3.0).all(), "rows of no expert were written"
+            out[span] = before[span]
+        assert torch.equal(out, before), "rows of no expert were written"
     dense = gemm.fp8_gemm_nt if fp8 else gemm.bf16_gemm_nt
     one = empty_fp8(256, 0, block=(128, 128)) if fp8 else b[0]
     assert torch.equal(dense(a, one, out_dtype=torch.float32), torch.zeros(256, 256))

@@ -14,7 +14,7 @@ import types
 import torch
 
 from .barriers import ready_barrier
-from .errors import SimError
+from .errors import SimError, Unsupported
 from .shared_memory import Buffer, poison
 from .state import here, running, step, wait
 from .values import unwrap
@@ -30,7 +30,7 @@ class Descriptor:
         self.block_type = types.SimpleNamespace(shape=self.block_shape, element_ty=dtype)
         self.nbytes_per_cta = math.prod(self.block_shape) * self.size
         if padding != "zero":
-            raise NotImplementedError(f"gluon_sim has no model of TMA padding {padding!r}")
+            raise Unsupported(f"gluon_sim has no model of TMA padding {padding!r}")
 
     @property
     def rank(self) -> int:
