@@ -88,7 +88,7 @@ def test_usage(arguments, problem, capsys):
         main(arguments)
     assert caught.value.code == 2
     message = capsys.readouterr().err
-    assert "usage: python -m megamoe.compat.deep_gemm SCRIPT" in message and problem in message
+    assert "usage: python -m megamoe.compat.deep_gemm [--checks" in message and problem in message
 
 
 CHILDREN = """
@@ -131,3 +131,56 @@ def test_child_processes_find_it_too(tmp_path):
     # Ranks without GPUs: NCCL wants one each.
     done = run(tmp_path, script, MASTER_PORT=str(free_port()), CUDA_VISIBLE_DEVICES="")
     assert output(done) == ["0 of 2", "8"]
+
+
+CHECKED = """
+import torch
+from deep_gemm.testing import bench_kineto, calc_diff
+
+def test_good():
+    for _ in range(3):
+        assert calc_diff(torch.ones(4), torch.ones(4)) < 1e-3
+    assert bench_kineto(lambda: 1 / 0, "kernel") == 1
+
+def test_bad():
+    assert calc_diff(torch.ones(4), torch.ones(4)) < 1e-3
+    assert calc_diff(torch.ones(4), -torch.ones(4)) < 1e-3
+    assert calc_diff(torch.ones(4), torch.ones(4)) < 1e-3
+
+def test_nan():
+    calc_diff(torch.full((4,), torch.nan), torch.ones(4))
+    calc_diff(torch.ones(4), torch.ones(4))
+
+def test_error():
+    calc_diff(torch.ones(4), torch.ones(4))
+    raise RuntimeError("lost")
+
+def test_nothing():
+    pass
+
+if __name__ == "__main__":
+    raise SystemExit("must not run")
+"""
+
+
+@pytest.mark.parametrize(
+    "function, status, words",
+    [
+        ("test_good", 0, "3 of 3 comparisons passed, largest difference 0.000e+00"),
+        ("test_bad", 1, "1 of 2 comparisons passed, largest difference 2.000e+00; ended by AssertionError"),
+        ("test_nan", 0, "2 of 2 comparisons passed, largest difference nan"),
+        ("test_error", 1, "1 of 1 comparisons passed, largest difference 0.000e+00; ended by RuntimeError: lost"),
+        ("test_nothing", 1, "0 of 0 comparisons passed"),
+        ("test_missing", 1, "ended by KeyError: 'test_missing'"),
+    ],
+)
+def test_checks_are_counted(function, status, words, tmp_path):
+    done = run(tmp_path, "--checks", function, write(tmp_path, "script.py", CHECKED))
+    assert done.returncode == status, done.stderr
+    assert f"{function}: " in done.stdout and words in done.stdout
+
+
+def test_every_function_is_called(tmp_path):
+    done = run(tmp_path, "--checks", "test_bad,test_good", write(tmp_path, "script.py", CHECKED))
+    assert done.returncode == 1
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["test_bad", "test_good"]
