@@ -46,15 +46,11 @@ def load_tiles(
     columns = n // 2 if BOTH else n
     num_n = (columns + STEP - 1) // STEP
     num_k = (k + 63) // 64
-    num_groups = 1
-    if LAYOUT == schedule.PSUM or LAYOUT == schedule.MASKED:
-        num_groups = num_experts
+    walk = schedule.problem(index, num_rows, num_experts, num_n, LAYOUT)
     it = 0
-    state = schedule.first_group(index, num_rows, num_groups, 128, LAYOUT)
-    tile, state, row, valid, expert, n_block = schedule.find(
-        gl.program_id(0), state, index, num_rows, num_groups, num_experts, num_n, 128, GROUP_M, LAYOUT
-    )
-    while state[0] < num_groups:
+    state = schedule.first_group(walk, 128, LAYOUT)
+    tile, state, row, valid, expert, n_block = schedule.find(gl.program_id(0), state, walk, 128, GROUP_M, LAYOUT)
+    while state[0] < walk[2]:
         note = pieces.tile_note(row, n_block, valid, expert)
         a_row = row
         b_expert = expert
@@ -88,16 +84,7 @@ def load_tiles(
             if k0 == 0:
                 # Looks for the next tile while the ring is full.
                 tile, state, row, valid, expert, n_block = schedule.find(
-                    tile + gl.num_programs(0),
-                    state,
-                    index,
-                    num_rows,
-                    num_groups,
-                    num_experts,
-                    num_n,
-                    128,
-                    GROUP_M,
-                    LAYOUT,
+                    tile + gl.num_programs(0), state, walk, 128, GROUP_M, LAYOUT
                 )
     s = it % STAGES
     mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)

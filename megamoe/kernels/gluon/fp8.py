@@ -62,15 +62,11 @@ def load_tiles(
     num_k = (k + 127) // 128
     sfb_rows = (n + 127) // 128
     lane = pieces.lanes(2)
-    num_groups = 1
-    if LAYOUT == schedule.PSUM or LAYOUT == schedule.MASKED:
-        num_groups = num_experts
+    walk = schedule.problem(index, num_rows, num_experts, num_n, LAYOUT)
     it = 0
-    state = schedule.first_group(index, num_rows, num_groups, 128, LAYOUT)
-    tile, state, row, valid, expert, n_block = schedule.find(
-        gl.program_id(0), state, index, num_rows, num_groups, num_experts, num_n, 128, GROUP_M, LAYOUT
-    )
-    while state[0] < num_groups:
+    state = schedule.first_group(walk, 128, LAYOUT)
+    tile, state, row, valid, expert, n_block = schedule.find(gl.program_id(0), state, walk, 128, GROUP_M, LAYOUT)
+    while state[0] < walk[2]:
         first, second = wave_columns(n_block, n, WIDTH, BOTH)
         a_row = row
         b_row = expert * n + n_block * STEP
@@ -120,16 +116,7 @@ def load_tiles(
             if k0 == 0:
                 # Looks for the next tile while the ring is full.
                 tile, state, row, valid, expert, n_block = schedule.find(
-                    tile + gl.num_programs(0),
-                    state,
-                    index,
-                    num_rows,
-                    num_groups,
-                    num_experts,
-                    num_n,
-                    128,
-                    GROUP_M,
-                    LAYOUT,
+                    tile + gl.num_programs(0), state, walk, 128, GROUP_M, LAYOUT
                 )
     s = it % STAGES
     mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
@@ -147,18 +134,12 @@ def wave(a_bufs, b_bufs, s, C: gl.constexpr, partial):
 @gluon.jit
 def store_activated(
     d_desc,
-    d_ptr,
     d_buf,
-    sf_ptr,
-    sf_stride,
-    weights_ptr,
+    results,
     row,
     col,
     valid,
     expert,
-    num_rows,
-    n,
-    clamp,
     gate,
     up,
     LAYOUT: gl.constexpr,
@@ -168,6 +149,7 @@ def store_activated(
     OUT: gl.constexpr,
 ):
     """activation(gate) * up * routing weight; to FP8 with scale = max(amax, 1e-10) / 448 per row of 128 columns."""
+    d_ptr, sf_ptr, sf_stride, weights_ptr, clamp, num_rows, n = results
     L: gl.constexpr = gate.type.layout
     offset = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     rows = row.to(gl.int64) + offset
@@ -244,6 +226,7 @@ def consume_tiles(
     STEP: gl.constexpr = 128 if BOTH else 128 + WIDTH
     num_k = (k + 127) // 128
     columns = n // 2 if BOTH else n
+    results = (d_ptr, sf_ptr, sf_stride, weights_ptr, clamp, num_rows, columns)
     f0 = gl.full([64, W0], 0.0, gl.float32, L)
     f1 = gl.full([64, W1], 0.0, gl.float32, L1)
     p = f0
@@ -278,18 +261,12 @@ def consume_tiles(
         if BOTH:
             store_activated(
                 d_desc,
-                d_ptr,
                 d_buf,
-                sf_ptr,
-                sf_stride,
-                weights_ptr,
+                results,
                 last_row,
                 last_col,
                 last_valid,
                 last_expert,
-                num_rows,
-                columns,
-                clamp,
                 f0,
                 f1,
                 LAYOUT,
@@ -363,18 +340,12 @@ def consume_tiles(
     if BOTH:
         store_activated(
             d_desc,
-            d_ptr,
             d_buf,
-            sf_ptr,
-            sf_stride,
-            weights_ptr,
+            results,
             last_row,
             last_col,
             last_valid,
             last_expert,
-            num_rows,
-            columns,
-            clamp,
             f0,
             f1,
             LAYOUT,

@@ -45,16 +45,27 @@ def group_rows(group, previous_end, index, num_rows, num_groups, LAYOUT: gl.cons
 
 
 @gluon.jit
-def first_group(index, num_rows, num_groups, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
+def problem(index, num_rows, num_experts, num_n, LAYOUT: gl.constexpr):
+    """What the walk needs to know: (index, rows, groups, experts, column blocks)."""
+    num_groups = 1
+    if LAYOUT == PSUM or LAYOUT == MASKED:
+        num_groups = num_experts
+    return index, num_rows, num_groups, num_experts, num_n
+
+
+@gluon.jit
+def first_group(walk, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
     """The walk's state: (group, number of its first tile, its row blocks, first row, end row)."""
+    index, num_rows, num_groups, num_experts, num_n = walk
     group = gl.program_id(0) * 0
     start, end = group_rows(group, group, index, num_rows, num_groups, LAYOUT)
     return group, group, (end - start + BLOCK_M - 1) // BLOCK_M, start, end
 
 
 @gluon.jit
-def seek(tile, state, index, num_rows, num_groups, num_n, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
+def seek(tile, state, walk, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
     """Walks on to the group that holds ``tile``; group == num_groups if there is none."""
+    index, num_rows, num_groups, num_experts, num_n = walk
     group, first, blocks, start, end = state
     while (group < num_groups) & (tile >= first + blocks * num_n):
         first += blocks * num_n
@@ -65,10 +76,9 @@ def seek(tile, state, index, num_rows, num_groups, num_n, BLOCK_M: gl.constexpr,
 
 
 @gluon.jit
-def tile_rows(
-    tile, state, index, num_rows, num_experts, num_n, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT: gl.constexpr
-):
+def tile_rows(tile, state, walk, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT: gl.constexpr):
     """(first row, rows of the tile, expert, column block); the expert is -1 where the tile is to be left out."""
+    index, num_rows, num_groups, num_experts, num_n = walk
     group, first, blocks, start, end = state
     m_block, n_block = tile_in_group(tile - first, blocks, num_n, GROUP_M)
     row = start + m_block * BLOCK_M
@@ -82,29 +92,16 @@ def tile_rows(
 
 
 @gluon.jit
-def find(
-    tile,
-    state,
-    index,
-    num_rows,
-    num_groups,
-    num_experts,
-    num_n,
-    BLOCK_M: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def find(tile, state, walk, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT: gl.constexpr):
     """This program's first tile from ``tile`` on: (its number, the walk's state, and what ``tile_rows`` says).
 
     The state's group is ``num_groups`` if there is none.
     """
-    state = seek(tile, state, index, num_rows, num_groups, num_n, BLOCK_M, LAYOUT)
-    row, valid, expert, n_block = tile_rows(tile, state, index, num_rows, num_experts, num_n, BLOCK_M, GROUP_M, LAYOUT)
+    state = seek(tile, state, walk, BLOCK_M, LAYOUT)
+    row, valid, expert, n_block = tile_rows(tile, state, walk, BLOCK_M, GROUP_M, LAYOUT)
     if LAYOUT == CONTIGUOUS:
-        while (state[0] < num_groups) & (expert < 0):
+        while (state[0] < walk[2]) & (expert < 0):
             tile += gl.num_programs(0)
-            state = seek(tile, state, index, num_rows, num_groups, num_n, BLOCK_M, LAYOUT)
-            row, valid, expert, n_block = tile_rows(
-                tile, state, index, num_rows, num_experts, num_n, BLOCK_M, GROUP_M, LAYOUT
-            )
+            state = seek(tile, state, walk, BLOCK_M, LAYOUT)
+            row, valid, expert, n_block = tile_rows(tile, state, walk, BLOCK_M, GROUP_M, LAYOUT)
     return tile, state, row, valid, expert, n_block

@@ -45,15 +45,11 @@ def load_tiles(
     num_k = (k + 127) // 128
     sfb_rows = (n + 127) // 128
     lane = pieces.lanes(SCALES)
-    num_groups = 1
-    if LAYOUT == schedule.PSUM or LAYOUT == schedule.MASKED:
-        num_groups = num_experts
+    walk = schedule.problem(index, num_rows, num_experts, num_n, LAYOUT)
     it = 0
-    state = schedule.first_group(index, num_rows, num_groups, BLOCK_M, LAYOUT)
-    tile, state, row, valid, expert, n_block = schedule.find(
-        gl.program_id(0), state, index, num_rows, num_groups, num_experts, num_n, BLOCK_M, GROUP_M, LAYOUT
-    )
-    while state[0] < num_groups:
+    state = schedule.first_group(walk, BLOCK_M, LAYOUT)
+    tile, state, row, valid, expert, n_block = schedule.find(gl.program_id(0), state, walk, BLOCK_M, GROUP_M, LAYOUT)
+    while state[0] < walk[2]:
         note = pieces.tile_note(row, n_block, valid, expert)
         a_row = row
         b_row = expert * n + n_block * BLOCK_N
@@ -99,16 +95,7 @@ def load_tiles(
             if k0 == 0:
                 # Looks for the next tile while the ring is full.
                 tile, state, row, valid, expert, n_block = schedule.find(
-                    tile + gl.num_programs(0),
-                    state,
-                    index,
-                    num_rows,
-                    num_groups,
-                    num_experts,
-                    num_n,
-                    BLOCK_M,
-                    GROUP_M,
-                    LAYOUT,
+                    tile + gl.num_programs(0), state, walk, BLOCK_M, GROUP_M, LAYOUT
                 )
     s = it % STAGES
     mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
