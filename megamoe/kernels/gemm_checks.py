@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megamoe.errors import check_tensor, fail_value
+from megamoe.errors import check_tensor, fail_type, fail_value
 from megamoe.kernels.layout import ALIGN
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.kernels.scales import is_mn_major
@@ -16,20 +16,18 @@ OUT_DTYPES = (torch.bfloat16, torch.float32)
 FP8_CODES = torch.float8_e4m3fn
 
 
-def _misaligned(tensor: torch.Tensor) -> bool:
+def _check_aligned(argument: str, tensor: torch.Tensor) -> None:
     # Traced tensors have no address.
-    return not torch.compiler.is_compiling() and tensor.data_ptr() % 16 != 0
+    if not torch.compiler.is_compiling() and tensor.data_ptr() % 16:
+        fail_value(
+            f"{argument}.data_ptr() % 16", tensor.data_ptr() % 16, "must be 0 for TMA", "Copy it to a new tensor."
+        )
 
 
 def _check_rows_16_bytes(argument: str, tensor: torch.Tensor) -> None:
     """Rows of a TMA operand: contiguous, starting at multiples of 16 bytes."""
-    if not tensor.is_contiguous() or _misaligned(tensor):
-        fail_value(
-            f"{argument}.stride()",
-            tuple(tensor.stride()),
-            "must be contiguous and start at a multiple of 16 bytes",
-            "Call .contiguous() first.",
-        )
+    check_contiguous(argument, tensor)
+    _check_aligned(argument, tensor)
 
 
 def _check_sizes(n: int, k: int, element_size: int) -> None:
@@ -42,7 +40,7 @@ def _check_sizes(n: int, k: int, element_size: int) -> None:
 def check_fp8(argument: str, x: Any, dims: int, block: tuple[int, int]) -> None:
     """``x`` is an e4m3 ``Fp8Tensor`` of ``dims`` dimensions in blocks ``block``, with the fp32 scales they need."""
     if not isinstance(x, Fp8Tensor):
-        fail_value(argument, type(x).__name__, "must be an Fp8Tensor", "Cast it with megamoe.kernels.quant.")
+        fail_type(argument, type(x).__name__, "must be an Fp8Tensor", "Cast it with megamoe.kernels.quant.")
     check_tensor(f"{argument}.codes", x.codes, (None,) * dims, (FP8_CODES,))
     if x.block != block:
         fail_value(f"{argument}.block", x.block, f"must be {block}", "Cast it with blocks of this size.")
@@ -53,13 +51,14 @@ def check_fp8(argument: str, x: Any, dims: int, block: tuple[int, int]) -> None:
 
 def check_mn_major(argument: str, scales: torch.Tensor) -> None:
     """``scales`` are MN-major and aligned as TMA reads them."""
-    if not is_mn_major(scales) or _misaligned(scales):
+    if not is_mn_major(scales):
         fail_value(
             f"{argument}.scales.stride()",
             tuple(scales.stride()),
             "must be MN-major: stride 1 along the rows, a multiple of 16 bytes along K",
             "Cast with quantize_rowwise(mn_major=True), or convert with megamoe.kernels.scales.to_mn_major.",
         )
+    _check_aligned(f"{argument}.scales", scales)
 
 
 def check_contiguous(argument: str, tensor: torch.Tensor) -> None:
@@ -71,7 +70,7 @@ def check_contiguous(argument: str, tensor: torch.Tensor) -> None:
 def check_groups(rows: Any) -> None:
     """``rows`` is a ``RowGroups``."""
     if not isinstance(rows, RowGroups):
-        fail_value("rows", type(rows).__name__, "must be a RowGroups", "Make it with RowGroups.psum, for example.")
+        fail_type("rows", type(rows).__name__, "must be a RowGroups", "Make it with RowGroups.psum, for example.")
 
 
 def _check_rows(rows: RowGroups | None, a: torch.Tensor, b: torch.Tensor) -> None:
