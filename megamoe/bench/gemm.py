@@ -25,8 +25,8 @@ DRAM_BYTES_PER_US = 4.3e6
 """What a large copy reaches on an H200."""
 
 ERROR_LIMIT = 5e-3
-FUSED_ERROR_LIMIT = 1e-2
-"""A code that rounds the other way moves by a step of e4m3."""
+FUSED_ERROR_LIMIT = 3e-2
+"""Of a row. A code that rounds the other way moves by a step of e4m3."""
 
 
 def deep_gemm() -> object | None:

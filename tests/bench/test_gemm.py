@@ -242,6 +242,8 @@ def test_wrong_fused_results_are_not_timed(what, on_cpu, monkeypatch):
     def swiglu(self):
         calls, out = true_swiglu(self)
         row = self.spans[-1][1] - 1
+        # Next to nothing in the norm of the whole.
+        self.row_weights[row] = 1e-3
 
         def call():
             if what != "nothing written":
