@@ -15,7 +15,7 @@ BLOCKWISE_CHUNK = 32
 
 
 @triton.jit
-def _scale_of(amax_bits, min_amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def scale_of(amax_bits, min_amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """fp32 scale of a block from the bits of its amax."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     # Written so that NaN stays NaN.
@@ -29,7 +29,7 @@ def _scale_of(amax_bits, min_amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.const
 
 
 @triton.jit
-def _magnitude_bits(x):
+def magnitude_bits(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -58,7 +58,7 @@ def _rowwise_kernel(
     row64 = row.to(tl.int64)
     mask = (row < num_rows)[:, None, None] & (col < num_cols)[None, :, :]
     value = tl.load(x + row64[:, None, None] * x_stride + col[None, :, :], mask=mask, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(_magnitude_bits(value), axis=2), min_amax, LARGEST, POWER_OF_TWO)
+    scale = scale_of(tl.max(magnitude_bits(value), axis=2), min_amax, LARGEST, POWER_OF_TWO)
     code = (value * tl.div_rn(1.0, scale)[:, :, None]).to(tl.float8e4nv)
     tl.store(codes + row64[:, None, None] * codes_stride + col[None, :, :], code, mask=mask)
     scale_mask = (row < num_rows)[:, None] & (group * GROUP < num_cols)[None, :]
@@ -88,7 +88,7 @@ def _columnwise_kernel(
     mask = (row < num_rows)[:, None] & fits[None, :]
     start = x + matrix * x_matrix_stride
     value = tl.load(start + row64[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(_magnitude_bits(value), axis=0), min_amax, LARGEST, POWER_OF_TWO)
+    scale = scale_of(tl.max(magnitude_bits(value), axis=0), min_amax, LARGEST, POWER_OF_TWO)
     code = (value * tl.div_rn(1.0, scale)[None, :]).to(tl.float8e4nv)
     tl.store(codes + matrix * num_rows * num_cols + row64[:, None] * num_cols + col[None, :], code, mask=mask)
     scale_row = matrix * tl.cdiv(num_rows, GROUP) + group
@@ -120,7 +120,7 @@ def _blockwise_kernel(
     start = x + matrix * x_matrix_stride
     mask = (row < num_rows)[:, None] & col_fits[None, :]
     value = tl.load(start + row.to(tl.int64)[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(_magnitude_bits(value)), min_amax, LARGEST, POWER_OF_TWO)
+    scale = scale_of(tl.max(magnitude_bits(value)), min_amax, LARGEST, POWER_OF_TWO)
     inverse = tl.div_rn(1.0, scale)
     row_blocks, col_blocks = tl.cdiv(num_rows, BLOCK), tl.cdiv(num_cols, BLOCK)
     first_scale = matrix * row_blocks * col_blocks
@@ -173,7 +173,7 @@ def _swiglu_rowwise_kernel(
         up = tl.where(up > clamp, clamp, tl.where(up < -clamp, -clamp, up))
     weight = tl.load(row_weights + row, mask=row < num_rows, other=0.0).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up * weight[:, None, None]
-    scale = _scale_of(tl.max(_magnitude_bits(value), axis=2), min_amax, LARGEST, False)
+    scale = scale_of(tl.max(magnitude_bits(value), axis=2), min_amax, LARGEST, False)
     code = (value * tl.div_rn(1.0, scale)[:, :, None]).to(tl.float8e4nv)
     tl.store(codes + row64[:, None, None] * num_cols + col[None, :, :], code, mask=mask)
     scale_mask = (row < num_rows)[:, None] & (group * GROUP < num_cols)[None, :]
@@ -232,7 +232,7 @@ def _swiglu_backward_kernel(
         scale_mask = row_fits[:, None] & (group * GROUP < num_cols)[None, :]
         for half in tl.static_range(2):
             value = gate_grad if half == 0 else up_grad
-            scale = _scale_of(tl.max(_magnitude_bits(value), axis=2), min_amax, LARGEST, False)
+            scale = scale_of(tl.max(magnitude_bits(value), axis=2), min_amax, LARGEST, False)
             code = (value * tl.div_rn(1.0, scale)[:, :, None]).to(tl.float8e4nv)
             column = half * num_cols + col
             tl.store(codes + row64[:, None, None] * 2 * num_cols + column[None, :, :], code, mask=mask)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import torch
+
 from . import float_asm
 from .barriers import fence_async_all, fence_async_shared, named_barrier
 from .errors import SimError, Unsupported
-from .pointer_access import ATOMICS, load, store
-from .state import agent, here
+from .pointer_access import ATOMICS, as_torch, load, store
+from .state import agent, here, running
 from .tensors import Tensor
 from .tma import TmaModule
 from .values import Int32, unwrap
@@ -24,6 +26,7 @@ INSTRUCTIONS = tuple(
     for pattern, name in (
         (r"mov\.\w+ (\$\d+|\w+), (%laneid|%tid\.x|\d+)", "mov"),
         (r"setp\.eq\.\w+ (\w+), (\w+), 0", "setp"),
+        (r"setp\.lt\.\w+ (\w+), (\w+), 32", "setp_warp"),
         (r"fence\.proxy\.async", "fence_all"),
         (r"fence\.proxy\.async\.shared::cta", "fence_shared"),
         (r"bar\.warp\.sync .*", "warp_sync"),
@@ -73,7 +76,7 @@ def parse(text: str) -> list[tuple[str | None, str, tuple]] | None:
 
 def _run(program, text: str, num_outputs: int, args) -> Int32:
     me, result = agent(), Int32(0)
-    variables: dict[str, str] = {}  # register or predicate -> "lane", "thread", "lane is 0", "thread is 0"
+    variables: dict[str, str] = {}  # register or predicate -> "lane", "thread", "lane is 0", "thread is 0", "warp is 0"
     warp_synced = False
 
     def operand(name: str):
@@ -81,11 +84,11 @@ def _run(program, text: str, num_outputs: int, args) -> Int32:
 
     for guard, instruction, found in program:
         who = variables.get(guard) if guard else "all"
-        if who not in ("all", "lane is 0", "thread is 0"):
+        if who not in ("all", "lane is 0", "thread is 0", "warp is 0"):
             raise Unsupported(f"gluon_sim has no model of guard {guard} in this inline asm:\n{text}")
-        if who == "thread is 0" and me.worker:
-            raise SimError(f"{here('asm')}: %tid.x is never 0 in a worker partition")
-        times = {"all": 32 * me.warps, "lane is 0": me.warps, "thread is 0": 1}[who]
+        if who in ("thread is 0", "warp is 0") and me.worker:
+            raise SimError(f"{here('asm')}: %tid.x is never so small in a worker partition")
+        times = {"all": 32 * me.warps, "lane is 0": me.warps, "thread is 0": 1, "warp is 0": 32}[who]
         covers_all = who == "all" or (who == "lane is 0" and warp_synced)
         if instruction == "mov":
             if found[1].startswith("%"):
@@ -94,6 +97,10 @@ def _run(program, text: str, num_outputs: int, args) -> Int32:
                 result = Int32(int(found[1]))
         elif instruction == "setp":
             variables[found[0]] = variables[found[1]] + " is 0"
+        elif instruction == "setp_warp":
+            if variables[found[1]] != "thread":
+                raise Unsupported(f"gluon_sim has no model of a bound on {found[1]} in this inline asm:\n{text}")
+            variables[found[0]] = "warp is 0"
         elif instruction == "fence_all":
             fence_async_all()
         elif instruction == "fence_shared":
@@ -117,6 +124,25 @@ def _run(program, text: str, num_outputs: int, args) -> Int32:
                 x = x * times
             ATOMICS["atomic_" + found[2]](p, x, sem=found[0], scope=found[1], by_thread0=not covers_all)
     return result
+
+
+@asm(r"^mov\.u64 \$0, %globaltimer;$")
+def _globaltimer(like):
+    """Stands still, unless the simulation has ``ns_per_look``: polls that look at it then never sleep."""
+    simulation = running()
+    if simulation.ns_per_look:
+        agent().last_poll = None
+        simulation.nanoseconds += simulation.ns_per_look
+    return Tensor(torch.full(unwrap(like).v.shape, simulation.nanoseconds, dtype=torch.int64))
+
+
+@asm(r"atom\.relaxed\.gpu\.global\.cas\.b64 old, \[\$1\], 0, \$2; setp\.eq\.u64 p, old, 0;\s+@p st\.relaxed")
+def _first_report(pointer, first, *rest):
+    """Words that are written by whoever finds the first one to be 0."""
+    if int(as_torch(ATOMICS["atomic_cas"](pointer, 0, first, sem="relaxed"))) == 0:
+        for offset, word in enumerate(rest):
+            store(pointer + (offset + 1), word, volatile=True)
+    return Int32(0)
 
 
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack, **_):

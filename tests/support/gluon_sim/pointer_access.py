@@ -84,13 +84,19 @@ def _acquire(me: Agent, flag: Sync, scope: str) -> None:
 
 
 def _spin(p: Pointer, seen) -> None:
-    """The second fruitless read at one place sleeps until the value is written."""
-    me, address, memory = agent(), int(torch.as_tensor(p.address)), running().memory
-    poll = (me.where(), address, str(seen))
+    """The second fruitless read at one place sleeps until one of the values is written."""
+    me, memory = agent(), running().memory
+    addresses = torch.as_tensor(p.address).reshape(-1).unique().tolist()
+    values = as_torch(seen).reshape(-1).tolist()
+    poll = (me.where(), addresses, values)
     if me.last_poll == poll:
-        changes = memory.watched.setdefault(address, 0)
-        reason = Lazy(lambda: f"{p.type} at {memory.label(address)} to change from {seen}")
-        wait(lambda: memory.watched[address] != changes, reason)
+        changes = {address: memory.watched.setdefault(address, 0) for address in addresses}
+
+        def reason() -> str:
+            places = " or ".join(memory.label(address) for address in addresses)
+            return f"{p.type} at {places} to change from {values[0] if len(addresses) == 1 else values}"
+
+        wait(lambda: any(memory.watched[address] != count for address, count in changes.items()), Lazy(reason))
     me.last_poll = poll
 
 
@@ -118,7 +124,7 @@ def load(pointer, mask=None, other=None, volatile=False, sem=None, scope="gpu", 
         for address in torch.as_tensor(pointer.address).reshape(-1).tolist():
             _acquire(me, _flag(address), scope)
     result = value(result)
-    if not plain and not active.dim():
+    if not plain and (not active.dim() or bool(active.all())):
         _spin(pointer, result)
     return result
 
@@ -135,10 +141,12 @@ def store(pointer, value, mask=None, sem=None, scope="gpu", own=None, volatile=F
     parts, active, span = access(pointer, mask, True, here("store"), "plain" if plain else "atomic", tid)
     if parts:
         if not plain:
-            # A relaxed store heads no release sequence.
-            running().memory.flags[span[0]] = flag = Sync()
-            if sem == "release":
-                _release(me, flag, scope, own)
+            addresses = _lanes(pointer, None)[0].expand(active.shape)
+            for address in addresses[active].reshape(-1).unique().tolist() if active.dim() else [span[0]]:
+                # A relaxed store heads no release sequence.
+                running().memory.flags[address] = flag = Sync()
+                if sem == "release":
+                    _release(me, flag, scope, own)
         new = as_torch(value).to(parts[0][0].dtype).expand(active.shape)
         new = new[active] if active.dim() else new.reshape(1)
         for vector, index, lanes in parts:

@@ -150,7 +150,10 @@ class Simulation:
     Attributes:
         agents_of: number of a launch -> its partitions, while it runs.
         allocations: shared memory of the launches that run.
+        nanoseconds, ns_per_look: the device's clock, and how far it goes on whenever a kernel looks at it.
     """
+
+    nanoseconds = ns_per_look = 0
 
     def __init__(self, policy: str, seed: int, race_check: bool, max_steps: int):
         self.scheduler = Scheduler(policy, seed, max_steps)

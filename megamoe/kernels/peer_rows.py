@@ -1,0 +1,347 @@
+"""Launches of the kernels that move rows between ranks: which kernels a movement needs, with what parameters.
+
+Needs triton: import it on GPUs only. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from megamoe.kernels import triton_exchange, triton_flags
+from megamoe.kernels.formats import FP8_MAX, MIN_AMAX
+from megamoe.plan import MemoryPlan
+
+FUSED_ENTRIES = 16384
+"""(token, slot) pairs of all ranks up to which one launch does a whole dispatch: every program counts all of them."""
+
+FUSED_BYTES = 1 << 25
+"""Bytes of slots up to which one launch does a whole combine; more are summed faster by all SMs."""
+
+WARPS = 16
+_TILE_ROWS, _TILE_WORDS = 8, 1024
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """A rank's memory for the exchange. The regions are symmetric: every rank has them at the same distance from the
+    base of its allocation.
+
+    R ranks, T tokens at most of any rank, K slots, H columns.
+
+    Attributes:
+        rank, max_tokens, top_k, hidden_size: my rank, T, K, H.
+        deltas: int64 ``[R]``, distance of each rank's allocation from mine, in units of 16 bytes.
+        flags: int64 ``[flag_words.FLAG_WORDS]``.
+        list_index, list_weights: int32 and float32 ``[R, T, K]``, every rank's routing; written by that rank.
+        rows: bytes, at least T * H elements of the dtype in which rows travel; my tokens.
+        scales: float32, at least T * ceil(H / 128); of my tokens, if they travel in FP8.
+        slots: bytes, at least K * T * H elements; results for my tokens, written by the ranks of their experts.
+        slot_weights: float32 ``[T, K]``, likewise.
+        state: int64 ``[flag_words.STATE_WORDS]``, not symmetric.
+        error: int64 ``[flag_words.ERROR_WORDS]``, not symmetric.
+        budget_ns: longest wait for another rank.
+    """
+
+    rank: int
+    max_tokens: int
+    top_k: int
+    hidden_size: int
+    deltas: torch.Tensor
+    flags: torch.Tensor
+    list_index: torch.Tensor
+    list_weights: torch.Tensor
+    rows: torch.Tensor
+    scales: torch.Tensor
+    slots: torch.Tensor
+    slot_weights: torch.Tensor
+    state: torch.Tensor
+    error: torch.Tensor
+    budget_ns: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.deltas.numel()
+
+
+def peer_memory(
+    plan: MemoryPlan, views: Mapping[str, torch.Tensor], rank: int, deltas: torch.Tensor, budget_ns: int
+) -> PeerMemory:
+    """The memory of a buffer of ``plan``. ``views``: bytes of each region."""
+    dtypes = dict(
+        flags=torch.int64,
+        state=torch.int64,
+        error=torch.int64,
+        list_index=torch.int32,
+        list_weights=torch.float32,
+        rows=torch.uint8,
+        scales=torch.float32,
+        slots=torch.uint8,
+        slot_weights=torch.float32,
+    )
+    return PeerMemory(
+        rank=rank,
+        max_tokens=plan.max_tokens,
+        top_k=plan.top_k,
+        hidden_size=plan.hidden_size,
+        deltas=deltas,
+        budget_ns=budget_ns,
+        **{name: views[name].view(dtype) for name, dtype in dtypes.items()},
+    )
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Where the pairs of all ranks' tokens with this rank's experts go; e local experts.
+
+    Attributes:
+        counts, starts: int64 ``[e]``, as in ``ExpertLayout``.
+        sizes: int32 ``[1 + R]``: rows of the pool that are in use (with padding), then the tokens of each rank.
+        pair_to_row: int32 ``[R, T, K]``, -1 = another rank's expert, or none. Undefined beyond a rank's tokens.
+        row_weights: float32 ``[rows]``, the routing weights.
+    """
+
+    counts: torch.Tensor
+    starts: torch.Tensor
+    sizes: torch.Tensor
+    pair_to_row: torch.Tensor
+    row_weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: ``kernel[grid](*arguments, **constants)``."""
+
+    kernel: Any
+    grid: int
+    arguments: dict[str, Any]
+    num_warps: int
+
+    def __call__(self) -> None:
+        self.kernel[(self.grid,)](**self.arguments, **self.options)
+
+    @property
+    def options(self) -> dict[str, int]:
+        # All registers: left to itself the assembler spills, so that a second program fits, which is not there.
+        return dict(num_warps=self.num_warps, **(dict(maxnreg=128) if self.num_warps == WARPS else {}))
+
+
+def empty_table(memory: PeerMemory, num_local_experts: int, num_rows: int, device: torch.device) -> RowTable:
+    """A table for up to ``num_rows`` rows, to be filled by ``dispatch``."""
+    ranks, tokens, top_k = memory.num_ranks, memory.max_tokens, memory.top_k
+    return RowTable(
+        counts=torch.empty(num_local_experts, dtype=torch.int64, device=device),
+        starts=torch.empty(num_local_experts, dtype=torch.int64, device=device),
+        sizes=torch.empty(1 + ranks, dtype=torch.int32, device=device),
+        pair_to_row=torch.empty(ranks, tokens, top_k, dtype=torch.int32, device=device),
+        row_weights=torch.empty(num_rows, dtype=torch.float32, device=device),
+    )
+
+
+def _flag_arguments(memory: PeerMemory) -> dict[str, Any]:
+    return dict(
+        flags=memory.flags,
+        deltas=memory.deltas,
+        state=memory.state,
+        error=memory.error,
+        budget_ns=memory.budget_ns,
+        my_rank=memory.rank,
+        R=memory.num_ranks,
+        LANES=triton.next_power_of_2(memory.num_ranks),
+    )
+
+
+def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32)
+
+
+def _columns(words: int) -> int:
+    return min(_TILE_WORDS, triton.next_power_of_2(words))
+
+
+def barrier(memory: PeerMemory) -> list[Launch]:
+    """All ranks meet; what each wrote before is visible to all after."""
+    return [Launch(triton_flags.barrier_kernel, 1, _flag_arguments(memory), 1)]
+
+
+def dispatch(
+    memory: PeerMemory,
+    tokens: torch.Tensor | None,
+    routing: tuple[torch.Tensor, torch.Tensor] | None,
+    table: RowTable,
+    rows: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    *,
+    num_experts: int,
+    num_tokens: int,
+    zero_padding: bool,
+    num_sms: int,
+    all_sms: int,
+) -> list[Launch]:
+    """Makes the table of rows, reads the rows, or both.
+
+    Args:
+        tokens: ``[T, H]`` with contiguous columns, or None: no rows move.
+        routing: ``(index [T, K] int64, weights [T, K])``, both contiguous; None: ``table`` is one made before.
+        table: written with a routing, else read.
+        rows: ``[P, H]`` contiguous, in the dtype in which they travel; None exactly if ``tokens`` is.
+        scales: float32 ``[P, ceil(H / 128)]`` with rows of stride 1 (MN-major), for FP8 rows; else None.
+        num_experts: of all ranks.
+        num_tokens: T.
+        zero_padding: rows that pad an expert's are zeroed, and their weights and scales.
+        num_sms: SMs to use while waiting and reading; no less than one program runs on each.
+        all_sms: SMs of the device, for what is done before others wait for it.
+    """
+    ranks, top_k, hidden = memory.num_ranks, memory.top_k, memory.hidden_size
+    move, fp8 = tokens is not None, rows is not None and rows.dtype == torch.float8_e4m3fn
+    local = table.counts.numel()
+    padded_k, bins = triton.next_power_of_2(top_k), max(16, triton.next_power_of_2(local))
+    pairs = ranks * memory.max_tokens * padded_k
+    fused = pairs <= FUSED_ENTRIES
+    # Enough chunks for all programs; but one chunk costs a look at all counts.
+    chunk = 128
+    while chunk > _TILE_ROWS and ranks * memory.max_tokens < 2 * chunk * num_sms:
+        chunk //= 2
+    common = _flag_arguments(memory)
+    region = memory.rows if not move else memory.rows.view(rows.dtype)
+    nothing = memory.error
+    index, weights = routing if routing is not None else (nothing, nothing)
+    staged = dict(
+        x=tokens if move else nothing,
+        x_stride=tokens.stride(0) if move else 0,
+        index=index,
+        weights=weights,
+        n=num_tokens,
+        list_index=memory.list_index,
+        list_weights=memory.list_weights,
+        rows=region,
+        scales=memory.scales,
+        num_experts=num_experts,
+        max_tokens=memory.max_tokens,
+        min_amax=MIN_AMAX,
+        K=top_k,
+        H=hidden,
+        FP8=fp8,
+        LARGEST=FP8_MAX,
+    )
+    counted = dict(KP=padded_k, LOCAL=local, BINS=bins, CHUNK=chunk, BLOCK=1024)
+    launches = []
+    if not fused:
+        grid = max(1, min(num_tokens, 8 * all_sms))
+        extra = dict(ROWS=move, LISTS=routing is not None, GROUPS=8)
+        launches.append(Launch(triton_exchange.stage_kernel, grid, {**common, **staged, **extra}, 4))
+    histograms = nothing
+    if routing is None:
+        source = triton_exchange.REUSED.value
+    elif fused:
+        source = triton_exchange.COUNTED_HERE.value
+    else:
+        source = triton_exchange.COUNTED_BEFORE.value
+        chunks = ranks * triton.cdiv(memory.max_tokens, chunk)
+        histograms = torch.empty(chunks, bins, dtype=torch.int32, device=table.counts.device)
+        arguments = dict(
+            n=num_tokens,
+            list_index=memory.list_index,
+            max_tokens=memory.max_tokens,
+            histograms=histograms,
+            K=top_k,
+            **counted,
+        )
+        launches.append(Launch(triton_exchange.count_kernel, min(chunks, all_sms), {**common, **arguments}, 4))
+    words = hidden * (rows.element_size() if move else 2) // 4
+    arguments = dict(
+        words=_as_words(memory.rows),
+        histograms=histograms,
+        pair_to_row=table.pair_to_row,
+        counts=table.counts,
+        starts=table.starts,
+        sizes=table.sizes,
+        row_weights=table.row_weights,
+        out_words=_as_words(rows) if move else nothing,
+        out_scales=scales if fp8 else nothing,
+        scale_stride=scales.stride(1) if fp8 else 0,
+        capacity=table.row_weights.numel() if not move else rows.shape[0],
+        WORDS=words,
+        SCALES=(hidden + 127) // 128 if fp8 else 0,
+        STAGE=fused,
+        TABLE=source,
+        MOVE=move,
+        PADDING=zero_padding,
+        SUB=max(padded_k, 8192 // bins),
+        GROUPS=WARPS,
+        ROWS=_TILE_ROWS,
+        COLS=_columns(words),
+        SCALE_COLS=triton.next_power_of_2((hidden + 127) // 128),
+        **counted,
+    )
+    launches.append(Launch(triton_exchange.dispatch_kernel, num_sms, {**common, **staged, **arguments}, WARPS))
+    return launches
+
+
+def combine(
+    memory: PeerMemory,
+    rows: torch.Tensor | None,
+    row_weights: torch.Tensor | None,
+    index: torch.Tensor,
+    table: RowTable,
+    out: torch.Tensor | None,
+    out_weights: torch.Tensor | None,
+    *,
+    num_experts: int,
+    num_sms: int,
+    all_sms: int,
+) -> list[Launch]:
+    """Returns rows, one number of each, or both, to their tokens.
+
+    Args:
+        rows: ``[P, H]`` contiguous, BF16 or FP16; None: only weights move.
+        row_weights: float32 ``[P]`` or None.
+        index: int64 ``[T, K]``, the routing of my tokens that the table was made with.
+        out: ``[T, H]``, the sums over slots. None exactly if ``rows`` is.
+        out_weights: float32 ``[T, K]``, 0 where nothing was sent. None exactly if ``row_weights`` is.
+        num_sms, all_sms: as for ``dispatch``.
+    """
+    hidden, move = memory.hidden_size, rows is not None
+    nothing = memory.error
+    words = hidden * (rows.element_size() if move else 2) // 4
+    arguments = dict(
+        rows=rows if move else nothing,
+        words=_as_words(rows) if move else nothing,
+        row_weights=row_weights if row_weights is not None else nothing,
+        index=index,
+        n=index.shape[0],
+        slots=memory.slots.view(rows.dtype) if move else nothing,
+        slot_words=_as_words(memory.slots),
+        slot_weights=memory.slot_weights,
+        num_experts=num_experts,
+        max_tokens=memory.max_tokens,
+        pair_to_row=table.pair_to_row,
+        sizes=table.sizes,
+        out=out if move else nothing,
+        out_stride=out.stride(0) if move else 0,
+        out_weights=out_weights if out_weights is not None else nothing,
+        K=memory.top_k,
+        LOCAL=table.counts.numel(),
+        H=hidden,
+        WORDS=words,
+        MOVE=move,
+        WEIGHTS=row_weights is not None,
+        BLOCK=1024,
+        ROWS=_TILE_ROWS,
+        COLS=_columns(words),
+    )
+    arguments.update(_flag_arguments(memory))
+
+    def launch(push: bool, reduce: bool, grid: int, warps: int) -> Launch:
+        columns = min(1024, triton.next_power_of_2(hidden))
+        constants = dict(PUSH=push, REDUCE=reduce, SUM_ROWS=warps // 4, SUM_COLS=columns)
+        return Launch(triton_exchange.combine_kernel, grid, {**arguments, **constants}, warps)
+
+    if memory.max_tokens * memory.top_k * hidden * 2 <= FUSED_BYTES:
+        return [launch(True, True, num_sms, WARPS)]
+    pieces = index.shape[0] * triton.cdiv(hidden, 1024)
+    return [launch(True, False, num_sms, WARPS), launch(False, True, max(1, min(pieces, 16 * all_sms)), 4)]

@@ -1,0 +1,518 @@
+"""Triton kernels that move rows between the ranks of one NVLink domain. Needs triton: import it on GPUs only.
+
+Dispatch: every rank puts its tokens into its own symmetric memory and its routing lists into everyone's, raises READY,
+waits for all, works out from the lists where the rows of its own experts go, reads each token that it needs once, and
+writes it to all of its rows here. Combine: every rank writes its experts' rows into the slots of their tokens' ranks,
+raises SCATTERED, waits for all, and sums its slots; rows of its own experts it reads where they are.
+
+Rows are ordered by (expert, source rank, token, slot): a function of the routing alone. Blocks of ``CHUNK`` tokens of one
+source rank are dealt to programs source by source, so that all links are busy at once.
+
+Names: R ranks, n tokens here, ``max_tokens`` of any rank (the stride of lists, tables and slots), K slots padded to KP,
+LOCAL experts on this rank padded to BINS, WORDS int32 words of a row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megamoe.kernels.triton_flags import (
+    CAPACITY,
+    COMBINE_EPOCH,
+    DISPATCH_EPOCH,
+    PULLED,
+    PULLED_TICKET,
+    READY,
+    REDUCED,
+    REDUCED_TICKET,
+    SCATTERED,
+    SCATTERED_TICKET,
+    STAGED_TICKET,
+    count_of,
+    is_last,
+    peer,
+    publish,
+    report,
+    tell_count,
+    wait_all,
+)
+from megamoe.kernels.triton_quant import magnitude_bits, scale_of
+
+ALIGN = tl.constexpr(128)  # rows: every expert starts at a multiple
+
+# Where a dispatch's table of rows comes from.
+REUSED = tl.constexpr(0)
+COUNTED_HERE = tl.constexpr(1)  # every program counts all lists: one launch, for few tokens
+COUNTED_BEFORE = tl.constexpr(2)  # ``count_kernel`` has
+
+
+# ---------------------------------------------------------------- inputs into symmetric memory
+
+
+@triton.jit
+def _stage_rows(
+    x, x_stride, n, rows, scales, min_amax, H: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """My tokens, in the dtype in which they travel."""
+    num_groups: tl.constexpr = (H + 127) // 128
+    for t in range(tl.program_id(0), n, tl.num_programs(0)):
+        start = t.to(tl.int64)
+        for first in tl.static_range(0, num_groups, GROUPS):
+            group = first + tl.arange(0, GROUPS)
+            col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+            value = tl.load(x + start * x_stride + col, mask=col < H, other=0.0)
+            if FP8:
+                value = value.to(tl.float32)
+                scale = scale_of(tl.max(magnitude_bits(value), axis=1), min_amax, LARGEST, False)
+                code = (value * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv)
+                tl.store(rows + start * H + col, code, mask=col < H)
+                tl.store(scales + start * num_groups + group, scale, mask=group < num_groups)
+            else:
+                tl.store(rows + start * H + col, value.to(rows.dtype.element_ty), mask=col < H)
+
+
+@triton.jit
+def _stage_lists(
+    index, weights, n, list_index, list_weights, deltas, my_rank, num_experts, max_tokens, R: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """My routing into every rank's lists; ids that name no expert become -1."""
+    first = my_rank.to(tl.int64) * max_tokens * K
+    for start in range(tl.program_id(0) * BLOCK, n * K, tl.num_programs(0) * BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        mask = pair < n * K
+        expert = tl.load(index + pair, mask=mask, other=-1)
+        expert = tl.where((expert >= 0) & (expert < num_experts), expert, -1).to(tl.int32)
+        weight = tl.load(weights + pair, mask=mask, other=0.0).to(tl.float32)
+        for r in range(R):
+            delta = tl.load(deltas + r)
+            tl.store(peer(list_index, delta, 4) + first + pair, expert, mask=mask)
+            tl.store(peer(list_weights, delta, 4) + first + pair, weight, mask=mask)
+
+
+@triton.jit
+def _stage(
+    x, x_stride, index, weights, n, memory, error, budget_ns, my_rank, num_experts, max_tokens, epoch, min_amax,
+    R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
+    ROWS: tl.constexpr, LISTS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    flags, deltas, list_index, list_weights, rows, scales = memory
+    # Everyone has read what lies there from the dispatch before.
+    wait_all(flags, PULLED, epoch - 1, error, budget_ns, R, LANES)
+    if LISTS:
+        _stage_lists(
+            index, weights, n, list_index, list_weights, deltas, my_rank, num_experts, max_tokens, R, K, GROUPS * 128
+        )
+    if ROWS:
+        _stage_rows(x, x_stride, n, rows, scales, min_amax, H, FP8, LARGEST, GROUPS)
+
+
+@triton.jit(do_not_specialize=["n", "my_rank", "budget_ns", "num_experts", "max_tokens"])
+def stage_kernel(
+    x, x_stride, index, weights, n, flags, deltas, list_index, list_weights, rows, scales, state, error, budget_ns,
+    my_rank, num_experts, max_tokens, min_amax, R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
+    FP8: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, LISTS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """My tokens and lists into symmetric memory; the next kernel raises the flag."""
+    memory = (flags, deltas, list_index, list_weights, rows, scales)
+    epoch = tl.load(state + DISPATCH_EPOCH) + 1
+    _stage(
+        x, x_stride, index, weights, n, memory, error, budget_ns, my_rank, num_experts, max_tokens, epoch, min_amax,
+        R, LANES, K, H, FP8, LARGEST, ROWS, LISTS, GROUPS,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- who gets which rows
+
+
+@triton.jit
+def _local_experts(list_index, source, token, slot, mask, my_rank, max_tokens, K: tl.constexpr, LOCAL: tl.constexpr):
+    """(local expert, whether it is one) of (token, slot) pairs of a source rank."""
+    place = (source.to(tl.int64) * max_tokens + token) * K + slot
+    expert = tl.load(list_index + place, mask=mask, other=-1) - my_rank * LOCAL
+    mine = (expert >= 0) & (expert < LOCAL)
+    return tl.where(mine, expert, 0), mine, place
+
+
+@triton.jit
+def _count(
+    list_index, source, first, end, my_rank, max_tokens, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr,
+    BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of each local expert among the tokens ``first`` to ``end`` of a source rank."""
+    total = tl.zeros([BINS], tl.int32)
+    for start in range(first * KP, end * KP, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        token, slot = pair // KP, pair % KP
+        mask = (token < end) & (slot < K)
+        expert, mine, _ = _local_experts(list_index, source, token, slot, mask, my_rank, max_tokens, K, LOCAL)
+        total += tl.histogram(expert, BINS, mask=mine)
+    return total
+
+
+@triton.jit(do_not_specialize=["n", "my_rank", "budget_ns", "max_tokens"])
+def count_kernel(
+    n, flags, deltas, list_index, state, error, budget_ns, my_rank, max_tokens, histograms, R: tl.constexpr,
+    LANES: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Raises READY for what ``stage_kernel`` wrote, waits for all, and counts each chunk's rows of each local expert
+    into ``histograms`` int32 [R * chunks of a rank, BINS]."""
+    epoch = tl.load(state + DISPATCH_EPOCH) + 1
+    if tl.program_id(0) == 0:
+        tell_count(flags, deltas, n, my_rank, R, LANES)
+        publish(flags, deltas, READY, epoch, my_rank, R, LANES)
+    wait_all(flags, READY, epoch, error, budget_ns, R, LANES)
+    per_rank = tl.cdiv(max_tokens, CHUNK)
+    for chunk in range(tl.program_id(0), R * per_rank, tl.num_programs(0)):
+        source = chunk // per_rank
+        first = (chunk % per_rank) * CHUNK
+        end = tl.minimum(first + CHUNK, count_of(flags, source, max_tokens))
+        count = _count(list_index, source, first, end, my_rank, max_tokens, K, KP, LOCAL, BINS, BLOCK)
+        tl.store(histograms + chunk * BINS + tl.arange(0, BINS), count)
+
+
+@triton.jit
+def _count_all(
+    flags, list_index, source, first, my_rank, max_tokens, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    LOCAL: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of each local expert: all, and those of tokens before token ``first`` of rank ``source``."""
+    before = tl.zeros([BINS], tl.int32)
+    total = tl.zeros([BINS], tl.int32)
+    for r in range(R):
+        count = count_of(flags, r, max_tokens)
+        split = tl.where(r < source, count, tl.where(r == source, tl.minimum(first, count), 0))
+        head = _count(list_index, r, 0, split, my_rank, max_tokens, K, KP, LOCAL, BINS, BLOCK)
+        before += head
+        total += head + _count(list_index, r, split, count, my_rank, max_tokens, K, KP, LOCAL, BINS, BLOCK)
+    return total, before
+
+
+@triton.jit
+def _sum_histograms(histograms, num_chunks, chunk, BINS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Rows of each local expert: all, and those of the chunks before ``chunk``."""
+    before = tl.zeros([BINS], tl.int32)
+    total = tl.zeros([BINS], tl.int32)
+    bins = tl.arange(0, BINS)
+    for start in range(0, num_chunks, AT_ONCE):
+        row = start + tl.arange(0, AT_ONCE)
+        count = tl.load(histograms + row[:, None] * BINS + bins[None, :], mask=(row < num_chunks)[:, None], other=0)
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where((row < chunk)[:, None], count, 0), 0)
+    return total, before
+
+
+@triton.jit
+def _assign(
+    list_index, list_weights, pair_to_row, row_weights, next_row, source, first, end, capacity, my_rank, max_tokens,
+    K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    """Rows of the (token, slot) pairs of tokens ``first`` to ``end``, -1 for other ranks' experts.
+
+    ``next_row``: of each expert.
+    """
+    bins = tl.arange(0, BINS)
+    for start in range(first * KP, end * KP, SUB):
+        pair = start + tl.arange(0, SUB)
+        token, slot = pair // KP, pair % KP
+        mask = (token < end) & (slot < K)
+        expert, mine, place = _local_experts(list_index, source, token, slot, mask, my_rank, max_tokens, K, LOCAL)
+        hit = ((expert[:, None] == bins[None, :]) & mine[:, None]).to(tl.int32)
+        row = tl.sum(hit * (tl.cumsum(hit, 0) - 1 + next_row[None, :]), 1)
+        next_row += tl.sum(hit, 0)
+        mine = mine & (row < capacity)
+        tl.store(pair_to_row + place, tl.where(mine, row, -1), mask=mask)
+        tl.store(row_weights + row, tl.load(list_weights + place, mask=mine), mask=mine)
+
+
+@triton.jit
+def _layout(total, capacity):
+    """(first row of each expert, rows of each that fit, rows that are needed)."""
+    blocks = (total + (ALIGN - 1)) // ALIGN
+    ends = tl.cumsum(blocks, 0)
+    starts = (ends - blocks) * ALIGN
+    fit = tl.maximum(tl.minimum(total, capacity - starts), 0)
+    return starts, fit, tl.sum(blocks, 0) * ALIGN
+
+
+@triton.jit
+def _write_layout(
+    total, capacity, counts, starts, sizes, flags, max_tokens, error, R: tl.constexpr, LANES: tl.constexpr,
+    LOCAL: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    first, fit, needed = _layout(total, capacity)
+    bins = tl.arange(0, BINS)
+    tl.store(counts + bins, fit.to(tl.int64), mask=bins < LOCAL)
+    tl.store(starts + bins, tl.minimum(first, capacity).to(tl.int64), mask=bins < LOCAL)
+    rank = tl.minimum(tl.arange(0, LANES), R - 1)
+    tl.store(sizes + 1 + rank, count_of(flags, rank, max_tokens))
+    tl.store(sizes, tl.minimum(needed, capacity))
+    if needed > capacity:
+        report(error, CAPACITY, needed, capacity, needed)
+
+
+# ---------------------------------------------------------------- dispatch
+
+
+@triton.jit
+def _pull(
+    words, scales, delta, table, out_words, out_scales, scale_stride, first, end, WORDS: tl.constexpr,
+    SCALES: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_COLS: tl.constexpr,
+):  # fmt: skip
+    """Tokens ``first`` to ``end`` of the rank at ``delta``, each read once if a row here needs it."""
+    for start in range(first, end, ROWS):
+        token = start + tl.arange(0, ROWS)
+        mask = token < end
+        token64 = token.to(tl.int64)
+        last = tl.full([ROWS], -1, tl.int32)
+        for k in tl.static_range(K):
+            last = tl.maximum(last, tl.load(table + token64 * K + k, mask=mask, other=-1))
+        needed = last >= 0
+        source = peer(words, delta, 4) + token64 * WORDS
+        for c in range(0, WORDS, COLS):
+            col = c + tl.arange(0, COLS)
+            inside = (col < WORDS)[None, :]
+            value = tl.load(source[:, None] + col[None, :], mask=needed[:, None] & inside)
+            for k in tl.static_range(K):
+                row = tl.load(table + token64 * K + k, mask=mask, other=-1)
+                place = row.to(tl.int64)[:, None] * WORDS + col[None, :]
+                tl.store(out_words + place, value, mask=(row >= 0)[:, None] & inside)
+        if SCALES > 0:
+            group = tl.arange(0, SCALE_COLS)
+            inside = (group < SCALES)[None, :]
+            source = peer(scales, delta, 4) + token64 * SCALES
+            value = tl.load(source[:, None] + group[None, :], mask=needed[:, None] & inside)
+            for k in tl.static_range(K):
+                row = tl.load(table + token64 * K + k, mask=mask, other=-1)
+                place = group.to(tl.int64)[None, :] * scale_stride + row[:, None]
+                tl.store(out_scales + place, value, mask=(row >= 0)[:, None] & inside)
+
+
+@triton.jit
+def _zero_padding(
+    total, capacity, out_words, out_scales, scale_stride, row_weights, WORDS: tl.constexpr, SCALES: tl.constexpr,
+    LOCAL: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_COLS: tl.constexpr,
+    FILL: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Zeros between each expert's last row and the next expert's first."""
+    starts, _, _ = _layout(total, capacity)
+    bins = tl.arange(0, BINS)
+    for expert in range(tl.program_id(0), LOCAL, tl.num_programs(0)):
+        end = tl.sum(tl.where(bins == expert, starts + total, 0), 0)
+        stop = tl.minimum((end + (ALIGN - 1)) // ALIGN * ALIGN, capacity)
+        for start in range(end, stop, ROWS):
+            row = start + tl.arange(0, ROWS)
+            mask = row < stop
+            row64 = row.to(tl.int64)
+            if WEIGHTS:
+                tl.store(row_weights + row, tl.zeros([ROWS], tl.float32), mask=mask)
+            if FILL:
+                for c in range(0, WORDS, COLS):
+                    col = c + tl.arange(0, COLS)
+                    zeros = tl.zeros([ROWS, COLS], tl.int32)
+                    place = row64[:, None] * WORDS + col[None, :]
+                    tl.store(out_words + place, zeros, mask=mask[:, None] & (col < WORDS)[None, :])
+                if SCALES > 0:
+                    group = tl.arange(0, SCALE_COLS)
+                    place = group.to(tl.int64)[None, :] * scale_stride + row[:, None]
+                    zeros = tl.zeros([ROWS, SCALE_COLS], tl.float32)
+                    tl.store(out_scales + place, zeros, mask=mask[:, None] & (group < SCALES)[None, :])
+
+
+@triton.jit(do_not_specialize=["n", "my_rank", "budget_ns", "num_experts", "max_tokens", "capacity", "scale_stride"])
+def dispatch_kernel(
+    x, x_stride, index, weights, n, flags, deltas, list_index, list_weights, rows, scales, words, state, error,
+    budget_ns, my_rank, num_experts, max_tokens, min_amax, histograms, pair_to_row, counts, starts, sizes, row_weights,
+    out_words, out_scales, scale_stride, capacity, R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr, H: tl.constexpr, WORDS: tl.constexpr,
+    SCALES: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, STAGE: tl.constexpr, TABLE: tl.constexpr,
+    MOVE: tl.constexpr, PADDING: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_COLS: tl.constexpr,
+):  # fmt: skip
+    """The rows of this rank's experts into ``out_words`` (and ``out_scales``, transposed).
+
+    STAGE: inputs are staged here too; all programs must then run at once, since they wait for each other. TABLE: where
+    the table of rows comes from. MOVE: rows are read; otherwise only the table is made. PADDING: it is zeroed.
+    """
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = tl.load(state + DISPATCH_EPOCH) + 1
+    if STAGE:
+        memory = (flags, deltas, list_index, list_weights, rows, scales)
+        _stage(
+            x, x_stride, index, weights, n, memory, error, budget_ns, my_rank, num_experts, max_tokens, epoch, min_amax,
+            R, LANES, K, H, FP8, LARGEST, MOVE, TABLE != REUSED, GROUPS,
+        )  # fmt: skip
+        if is_last(state + STAGED_TICKET):
+            tell_count(flags, deltas, n, my_rank, R, LANES)
+            publish(flags, deltas, READY, epoch, my_rank, R, LANES)
+        wait_all(flags, READY, epoch, error, budget_ns, R, LANES)
+    elif TABLE != COUNTED_BEFORE:
+        if pid == 0:
+            tell_count(flags, deltas, n, my_rank, R, LANES)
+            publish(flags, deltas, READY, epoch, my_rank, R, LANES)
+        wait_all(flags, READY, epoch, error, budget_ns, R, LANES)
+
+    per_rank = tl.cdiv(max_tokens, CHUNK)
+    num_chunks = R * per_rank
+    total = tl.zeros([BINS], tl.int32)
+    # At least one turn: every program needs the totals.
+    for turn in range(pid, tl.maximum(num_chunks, pid + 1), programs):
+        source = (my_rank + 1 + turn % R) % R
+        first = turn // R * CHUNK
+        if TABLE == REUSED:
+            end = tl.minimum(first + CHUNK, tl.load(sizes + 1 + source))
+        else:
+            end = tl.minimum(first + CHUNK, count_of(flags, source, max_tokens))
+        if TABLE != REUSED:
+            if TABLE == COUNTED_HERE:
+                total, before = _count_all(
+                    flags, list_index, source, first, my_rank, max_tokens, R, K, KP, LOCAL, BINS, BLOCK
+                )
+            else:
+                total, before = _sum_histograms(histograms, num_chunks, source * per_rank + turn // R, BINS, 64)
+            if turn == 0:
+                _write_layout(total, capacity, counts, starts, sizes, flags, max_tokens, error, R, LANES, LOCAL, BINS)
+            first_row, _, _ = _layout(total, capacity)
+            _assign(
+                list_index, list_weights, pair_to_row, row_weights, first_row + before, source, first, end, capacity,
+                my_rank, max_tokens, K, KP, LOCAL, BINS, SUB,
+            )  # fmt: skip
+            # Other threads of this program read the table next.
+            tl.debug_barrier()
+        if MOVE:
+            _pull(
+                words, scales, tl.load(deltas + source), pair_to_row + source.to(tl.int64) * max_tokens * K, out_words,
+                out_scales, scale_stride, first, end, WORDS, SCALES, K, ROWS, COLS, SCALE_COLS,
+            )  # fmt: skip
+    if PADDING:
+        if TABLE == REUSED:
+            bins = tl.arange(0, BINS)
+            total = tl.load(counts + bins, mask=bins < LOCAL, other=0).to(tl.int32)
+        _zero_padding(
+            total, capacity, out_words, out_scales, scale_stride, row_weights, WORDS, SCALES, LOCAL, BINS, ROWS, COLS,
+            SCALE_COLS, MOVE, TABLE != REUSED,
+        )  # fmt: skip
+    if is_last(state + PULLED_TICKET):
+        publish(flags, deltas, PULLED, epoch, my_rank, R, LANES)
+        tl.store(state + DISPATCH_EPOCH, epoch)
+
+
+# ---------------------------------------------------------------- combine
+
+
+@triton.jit
+def _push(
+    words, slots, deltas, pair_to_row, sizes, my_rank, max_tokens, R: tl.constexpr, K: tl.constexpr,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The rows of other ranks' tokens into the slots there."""
+    for turn in range(tl.program_id(0), (R - 1) * tl.cdiv(max_tokens, ROWS), tl.num_programs(0)):
+        source = (my_rank + 1 + turn % (R - 1)) % R
+        first = turn // (R - 1) * ROWS
+        end = tl.load(sizes + 1 + source)
+        if first < end:
+            token = (first + tl.arange(0, ROWS)).to(tl.int64)
+            mask = token < end
+            target = peer(slots, tl.load(deltas + source), 4)
+            for k in range(K):
+                row = tl.load(pair_to_row + (source.to(tl.int64) * max_tokens + token) * K + k, mask=mask, other=-1)
+                move = (row >= 0)[:, None]
+                for c in range(0, WORDS, COLS):
+                    col = c + tl.arange(0, COLS)
+                    inside = move & (col < WORDS)[None, :]
+                    value = tl.load(words + row.to(tl.int64)[:, None] * WORDS + col[None, :], mask=inside)
+                    place = (k * max_tokens.to(tl.int64) + token)[:, None] * WORDS + col[None, :]
+                    tl.store(target + place, value, mask=inside)
+
+
+@triton.jit
+def _push_weights(
+    row_weights, slot_weights, deltas, pair_to_row, sizes, max_tokens, R: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One number of every row into its (token, slot) at the token's rank."""
+    per_rank = tl.cdiv(max_tokens * K, BLOCK)
+    for turn in range(tl.program_id(0), R * per_rank, tl.num_programs(0)):
+        source = turn // per_rank
+        pair = (turn % per_rank) * BLOCK + tl.arange(0, BLOCK)
+        mask = pair < tl.load(sizes + 1 + source) * K
+        row = tl.load(pair_to_row + source.to(tl.int64) * max_tokens * K + pair, mask=mask, other=-1)
+        value = tl.load(row_weights + row, mask=row >= 0)
+        tl.store(peer(slot_weights, tl.load(deltas + source), 4) + pair, value, mask=row >= 0)
+
+
+@triton.jit
+def _reduce(
+    rows, slots, out, out_stride, index, n, pair_to_row, my_rank, num_experts, max_tokens, H: tl.constexpr,
+    K: tl.constexpr, LOCAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """fp32 sums of each token's slots, in ascending order."""
+    pieces: tl.constexpr = (H + COLS - 1) // COLS
+    for turn in range(tl.program_id(0), tl.cdiv(n, ROWS) * pieces, tl.num_programs(0)):
+        token = (turn // pieces * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        col = (turn % pieces) * COLS + tl.arange(0, COLS)
+        mask = token < n
+        inside = (col < H)[None, :]
+        total = tl.zeros([ROWS, COLS], tl.float32)
+        for k in tl.static_range(K):
+            expert = tl.load(index + token * K + k, mask=mask, other=-1)
+            row = tl.load(pair_to_row + (my_rank.to(tl.int64) * max_tokens + token) * K + k, mask=mask, other=-1)
+            here = expert // LOCAL == my_rank
+            there = (expert >= 0) & (expert < num_experts) & (here == 0)
+            near = tl.load(
+                rows + row.to(tl.int64)[:, None] * H + col[None, :], mask=(row >= 0)[:, None] & inside, other=0.0
+            )
+            place = (k * max_tokens.to(tl.int64) + token)[:, None] * H + col[None, :]
+            far = tl.load(slots + place, mask=there[:, None] & inside, other=0.0)
+            total += near.to(tl.float32) + far.to(tl.float32)
+        place = token[:, None] * out_stride + col[None, :]
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=mask[:, None] & inside)
+
+
+@triton.jit
+def _take_weights(slot_weights, out, index, n, num_experts, K: tl.constexpr, BLOCK: tl.constexpr):
+    for start in range(tl.program_id(0) * BLOCK, n * K, tl.num_programs(0) * BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        mask = pair < n * K
+        expert = tl.load(index + pair, mask=mask, other=-1)
+        sent = (expert >= 0) & (expert < num_experts)
+        tl.store(out + pair, tl.load(slot_weights + pair, mask=sent, other=0.0), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n", "my_rank", "budget_ns", "num_experts", "max_tokens"])
+def combine_kernel(
+    rows, words, row_weights, index, n, flags, deltas, slots, slot_words, slot_weights, state, error, budget_ns,
+    my_rank, num_experts, max_tokens, pair_to_row, sizes, out, out_stride, out_weights, R: tl.constexpr,
+    LANES: tl.constexpr, K: tl.constexpr, LOCAL: tl.constexpr, H: tl.constexpr, WORDS: tl.constexpr,
+    PUSH: tl.constexpr, REDUCE: tl.constexpr, MOVE: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
+):  # fmt: skip
+    """Rows (MOVE) and one number of each (WEIGHTS) back to their tokens.
+
+    PUSH and REDUCE: in one launch, whose programs must then all run at once, or in two.
+    """
+    epoch = tl.load(state + COMBINE_EPOCH) + 1
+    if PUSH:
+        # Everyone has summed what lies there from the combine before.
+        wait_all(flags, REDUCED, epoch - 1, error, budget_ns, R, LANES)
+        if MOVE and R > 1:
+            _push(words, slot_words, deltas, pair_to_row, sizes, my_rank, max_tokens, R, K, WORDS, ROWS, COLS)
+        if WEIGHTS:
+            _push_weights(row_weights, slot_weights, deltas, pair_to_row, sizes, max_tokens, R, K, BLOCK)
+        if is_last(state + SCATTERED_TICKET):
+            publish(flags, deltas, SCATTERED, epoch, my_rank, R, LANES)
+    if REDUCE:
+        wait_all(flags, SCATTERED, epoch, error, budget_ns, R, LANES)
+        if MOVE:
+            _reduce(
+                rows, slots, out, out_stride, index, n, pair_to_row, my_rank, num_experts, max_tokens, H, K, LOCAL,
+                SUM_ROWS, SUM_COLS,
+            )  # fmt: skip
+        if WEIGHTS:
+            _take_weights(slot_weights, out_weights, index, n, num_experts, K, BLOCK)
+        if is_last(state + REDUCED_TICKET):
+            publish(flags, deltas, REDUCED, epoch, my_rank, R, LANES)
+            tl.store(state + COMBINE_EPOCH, epoch)

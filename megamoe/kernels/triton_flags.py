@@ -1,0 +1,150 @@
+"""Flags between ranks, in Triton: epochs that only grow, one writer each, in symmetric memory.
+
+A movement of rows is numbered by an epoch, counted on the device so that CUDA graphs replay. A flag holds the epoch that
+its writer has reached; a reader waits for "at least". So no flag is ever cleared, and late readers are no hazard.
+
+Memory order: writers' threads meet at a barrier, then one warp stores with release at system scope; readers load with
+acquire at system scope and meet at a barrier. Needs triton: import it on GPUs only.
+
+Waits end after ``budget_ns``: the error word then says which wait it was, for whom, and what it saw. A kernel whose wait
+has failed goes on, within bounds, over whatever it finds; later waits see the error word and return at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megamoe.kernels import flag_words
+
+READY = tl.constexpr(flag_words.READY)
+PULLED = tl.constexpr(flag_words.PULLED)
+SCATTERED = tl.constexpr(flag_words.SCATTERED)
+REDUCED = tl.constexpr(flag_words.REDUCED)
+BARRIER = tl.constexpr(flag_words.BARRIER)
+COUNT = tl.constexpr(flag_words.COUNT)
+LINE_WORDS = tl.constexpr(flag_words.LINE_WORDS)
+KIND_WORDS = tl.constexpr(flag_words.KIND_WORDS)
+DISPATCH_EPOCH = tl.constexpr(flag_words.DISPATCH_EPOCH)
+COMBINE_EPOCH = tl.constexpr(flag_words.COMBINE_EPOCH)
+BARRIER_EPOCH = tl.constexpr(flag_words.BARRIER_EPOCH)
+STAGED_TICKET = tl.constexpr(flag_words.STAGED_TICKET)
+PULLED_TICKET = tl.constexpr(flag_words.PULLED_TICKET)
+SCATTERED_TICKET = tl.constexpr(flag_words.SCATTERED_TICKET)
+REDUCED_TICKET = tl.constexpr(flag_words.REDUCED_TICKET)
+CAPACITY = tl.constexpr(flag_words.CAPACITY)
+
+
+@triton.jit
+def _load_acquire(pointers):
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.b64 $0, [$1];", "=l,l,~{memory}", [pointers], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _now(like):
+    """Nanoseconds, one value per element of ``like``: a reduction over them is the same for a whole warp."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,l", [like], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _ranks(RANKS: tl.constexpr, LANES: tl.constexpr):
+    # Spare lanes repeat the last rank.
+    return tl.minimum(tl.arange(0, LANES), RANKS - 1)
+
+
+@triton.jit
+def report(error, PHASE: tl.constexpr, first, second, third):
+    """Sets the error word, unless it is set."""
+    # No barrier is in here: of a program's warps only some may have come.
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .b64 old;
+        atom.relaxed.gpu.global.cas.b64 old, [$1], 0, $2; setp.eq.u64 p, old, 0;
+        @p st.relaxed.gpu.global.b64 [$1+8], $3; @p st.relaxed.gpu.global.b64 [$1+16], $4;
+        @p st.relaxed.gpu.global.b64 [$1+24], $5; mov.u32 $0, 0; }""",
+        "=r,l,l,l,l,l,~{memory}",
+        [error, tl.full([], PHASE, tl.int64), first.to(tl.int64), second.to(tl.int64), third.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def wait_all(flags, KIND: tl.constexpr, epoch, error, budget_ns, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Wait until every rank's flag has reached ``epoch``; what they wrote before may be read afterwards."""
+    rank = _ranks(RANKS, LANES)
+    pointers = flags + KIND * KIND_WORDS + rank * LINE_WORDS
+    seen = _load_acquire(pointers)
+    if tl.min(seen, 0) < epoch:
+        start = tl.min(_now(seen), 0)
+        # Conditions are reductions, the same for all lanes of a warp: its lanes never part.
+        budget = tl.where(tl.max(_load_acquire(error + rank * 0), 0) == 0, budget_ns, 0)
+        waited = start * 0
+        while (tl.min(seen, 0) < epoch) & (waited <= budget):
+            seen = _load_acquire(pointers)
+            waited = tl.max(_now(seen), 0) - start
+        if tl.min(seen, 0) < epoch:
+            late = tl.min(tl.where(seen < epoch, rank, RANKS), 0)
+            at_most = tl.min(tl.where(rank == late, seen, epoch), 0)
+            report(error, KIND + 1, late, epoch, at_most)
+    # The acquire of one thread becomes that of all; and all go on together, whatever each has seen.
+    tl.debug_barrier()
+
+
+@triton.jit
+def peer(pointer, delta, BYTES: tl.constexpr):
+    """``pointer`` into own symmetric memory, in a peer's. ``delta``: their distance in units of 16 bytes."""
+    # As a multiple of whole elements, so that the compiler knows that 16-byte alignment is kept.
+    return pointer + delta * (16 // BYTES)
+
+
+@triton.jit
+def publish(flags, deltas, KIND: tl.constexpr, epoch, my_rank, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Raise my flag at every rank, after all that this program's threads did before."""
+    tl.debug_barrier()
+    pointers = peer(flags, tl.load(deltas + _ranks(RANKS, LANES)), 8) + (KIND * KIND_WORDS + my_rank * LINE_WORDS)
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, 32;
+        @p st.release.sys.global.b64 [$1], $2; mov.u32 $0, 0; }""",
+        "=r,l,l,~{memory}",
+        [pointers, tl.zeros([LANES], tl.int64) + epoch],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def tell_count(flags, deltas, count, my_rank, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Write my number of tokens to every rank; a release must follow."""
+    pointers = peer(flags, tl.load(deltas + _ranks(RANKS, LANES)), 8) + (COUNT * KIND_WORDS + my_rank * LINE_WORDS)
+    tl.store(pointers, tl.zeros([LANES], tl.int64) + count)
+
+
+@triton.jit
+def count_of(flags, rank, max_tokens):
+    """Tokens of a rank, as it told; within bounds whatever is there."""
+    count = tl.load(flags + COUNT * KIND_WORDS + rank * LINE_WORDS)
+    return tl.minimum(tl.maximum(count, 0), max_tokens).to(tl.int32)
+
+
+@triton.jit
+def is_last(ticket):
+    """Whether all other programs of the launch have come here; what they wrote before is then visible."""
+    tl.debug_barrier()
+    last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+    if last:
+        # For the next launch: nothing else looks at it until then.
+        tl.store(ticket, 0)
+    return last
+
+
+@triton.jit(do_not_specialize=["my_rank", "budget_ns"])
+def barrier_kernel(flags, deltas, state, error, my_rank, budget_ns, R: tl.constexpr, LANES: tl.constexpr):
+    """One program: all ranks have come here, and see what each wrote before."""
+    epoch = tl.load(state + BARRIER_EPOCH) + 1
+    publish(flags, deltas, BARRIER, epoch, my_rank, R, LANES)
+    wait_all(flags, BARRIER, epoch, error, budget_ns, R, LANES)
+    tl.store(state + BARRIER_EPOCH, epoch)

@@ -1,0 +1,247 @@
+"""The kernels that move rows between ranks, executed on the CPU with 1 to 3 ranks under adversarial schedules."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("greenlet")
+
+import torch  # noqa: E402
+
+from megamoe.kernels import flag_words, peer_rows  # noqa: E402
+from tests.support.exchange_sim import (  # noqa: E402
+    Sizes,
+    World,
+    add_combine,
+    add_dispatch,
+    check_combine,
+    check_dispatch,
+    check_returned_weights,
+    expert_results,
+    make_tokens,
+)
+from tests.support.gluon_sim import POLICIES, Deadlock  # noqa: E402
+
+TWO = Sizes()
+THREE = Sizes(ranks=3, tokens=11, top_k=3, experts=6, hidden=144)
+ONE = Sizes(ranks=1, experts=3)
+TWO_FP8 = Sizes(fp8=True)
+THREE_FP8 = Sizes(ranks=3, tokens=11, top_k=3, experts=6, hidden=272, fp8=True)
+WORLDS = {"2": TWO, "3": THREE, "1": ONE, "2 fp8": TWO_FP8, "3 fp8": THREE_FP8}
+
+
+@pytest.fixture(params=["one launch", "several launches"])
+def launches(request, monkeypatch):
+    """Both ways in which a movement is launched, at the same small sizes."""
+    if request.param == "several launches":
+        monkeypatch.setattr(peer_rows, "FUSED_ENTRIES", 0)
+        monkeypatch.setattr(peer_rows, "FUSED_BYTES", 0)
+
+
+def counts_of(sizes: Sizes, call: int) -> list[int]:
+    """Tokens of each rank: uneven, full, and none on each rank in turn."""
+    choices = [sizes.tokens, 0, max(sizes.tokens - 3, 1), 1]
+    return [choices[(rank + call) % 4] for rank in range(sizes.ranks)]
+
+
+def exchange(sizes: Sizes, policy: str, seed: int, calls=("random", "holes", "random"), sms: int = 2) -> None:
+    """Several dispatches and combines one after another: nothing of one may reach another."""
+    world = World(sizes)
+    done = []
+    for call, routing in enumerate(calls):
+        tokens = make_tokens(sizes, counts_of(sizes, call), routing)
+        add_dispatch(world, tokens, sms=sms)
+        # Results of the experts do not depend on the rows here, so that both movements run in one simulation.
+        rows = expert_results(world, tokens)
+        add_combine(world, tokens, rows, [mine.table.row_weights for mine in tokens], sms=sms)
+        done.append((tokens, rows))
+    world.run(policy, seed)
+    assert not any(any(error) for error in world.errors)
+    for tokens, rows in done:
+        check_dispatch(world, tokens)
+        check_combine(world, tokens, rows)
+        check_returned_weights(world, tokens)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("world", ["2", "3 fp8"])
+def test_every_policy(world, policy, launches, seed):
+    exchange(WORLDS[world], policy, seed)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_exchange(world, launches, seed):
+    exchange(WORLDS[world], "random", seed)
+
+
+@pytest.mark.parametrize("routing", ["one", "none", "twice", "holes"])
+def test_routing(routing, launches, seed):
+    for sizes in (TWO, THREE_FP8):
+        exchange(sizes, "random", seed, (routing, "random"))
+
+
+@pytest.mark.parametrize("sms", [1, 5])
+def test_any_number_of_programs(sms, launches, seed):
+    exchange(THREE, "pct", seed, sms=sms)
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (8, 5), (9, 2), (33, 1), (17, 8)])
+def test_sizes_around_tiles(tokens, top_k, launches, seed):
+    exchange(Sizes(2, tokens, top_k, 8, 144), "random", seed, ("random", "holes"))
+
+
+def test_many_experts(launches, seed):
+    """More experts than 16, no power of two; and more entries than one look at the lists takes."""
+    exchange(Sizes(2, 70, 8, 70, 16), "random", seed, ("random",))
+
+
+def test_expert_of_many_rows(launches, seed):
+    """More than one block of 128 rows."""
+    exchange(Sizes(2, 90, 2, 4, 16), "random", seed, ("one", "twice"))
+
+
+def test_plan_without_rows_and_reused_tables(launches, seed):
+    """The table first, then rows by it, twice: what training does."""
+    for sizes in (TWO, THREE_FP8):
+        world = World(sizes)
+        tokens = make_tokens(sizes, counts_of(sizes, 0), "holes")
+        add_dispatch(world, tokens, move=False)
+        world.run("random", seed)
+        check_dispatch(world, tokens)
+        for turn in range(2):
+            for mine in tokens:
+                mine.x = torch.randn_like(mine.x, dtype=torch.float32).bfloat16()
+            add_dispatch(world, tokens, reuse=True)
+            world.run("slowrank", seed + turn)
+            check_dispatch(world, tokens)
+        assert not any(any(error) for error in world.errors)
+
+
+def test_padding_is_left_alone_where_not_asked_for(launches, seed):
+    world = World(TWO)
+    tokens = make_tokens(TWO, [20, 3])
+    add_dispatch(world, tokens, zero_padding=False)
+    world.run("random", seed)
+    check_dispatch(world, tokens, zero_padding=False)
+    for mine in tokens:
+        starts, ends = mine.table.starts, mine.table.starts + mine.table.counts
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            assert mine.rows[start:end].isfinite().all()
+            assert mine.rows[end : (end + 127) // 128 * 128].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_dtypes_of_inputs_and_results(dtype, launches, seed):
+    world = World(TWO_FP8)
+    tokens = make_tokens(TWO_FP8, [20, 3])
+    for mine in tokens:
+        mine.x = mine.x.to(dtype)
+    add_dispatch(world, tokens)
+    rows = expert_results(world, tokens)
+    add_combine(world, tokens, rows, out_dtype=dtype)
+    world.run("random", seed)
+    check_dispatch(world, tokens)
+    check_combine(world, tokens, rows)
+
+
+def test_rows_beyond_the_capacity_are_dropped_and_reported(launches, seed):
+    world = World(TWO)
+    tokens = make_tokens(TWO, [20, 20])
+    for mine in tokens:
+        mine.index[:] = torch.tensor([0, 3])
+    # 40 rows for experts 0 and 3, the others of each rank have none: one block is enough, none is not.
+    add_dispatch(world, tokens, capacity=128)
+    world.run("random", seed)
+    assert not any(any(error) for error in world.errors)
+    for mine in tokens:
+        mine.index[:, 1] = mine.index[:, 0] + 1
+        mine.index[:, 0] = 0
+    add_dispatch(world, tokens, capacity=128)
+    world.run("random", seed)
+    assert [error[:3] for error in world.errors] == [[flag_words.CAPACITY, 256, 128], [0, 0, 0]]
+    table = tokens[0].table
+    assert table.counts.tolist() == [40, 0]
+    assert (table.starts <= 128).all() and table.pair_to_row[:, :20].max() < 128
+    assert torch.equal(tokens[0].rows[:20], tokens[0].x)
+
+
+def test_wild_tables_of_counts_stay_within_bounds(seed):
+    """Whatever lies in a peer's memory, nothing outside the pool is written: the simulator would say so."""
+    world = World(TWO)
+    for memory in world.memories:
+        memory.list_index.copy_(torch.randint(-(2**31), 2**31 - 1, memory.list_index.shape))
+    tokens = make_tokens(TWO, [20, 20], "holes")
+    add_dispatch(world, tokens)
+    world.run("random", seed)
+    check_dispatch(world, tokens)
+
+
+# ---------------------------------------------------------------- waits
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_rank_that_does_not_dispatch_is_named(missing, launches, seed):
+    world = World(THREE)
+    others = [rank for rank in range(3) if rank != missing]
+    for _ in range(2):
+        tokens = make_tokens(THREE, [5, 5, 5])
+        add_dispatch(world, tokens)
+    world.run("random", seed)
+    add_dispatch(world, tokens, ranks=others)
+    world.run_until_given_up(seed)
+    for rank in others:
+        assert world.errors[rank] == [flag_words.READY + 1, missing, 3, 2]
+    assert world.errors[missing] == [0, 0, 0, 0]
+
+
+def test_a_rank_that_does_not_combine_is_named(launches, seed):
+    world = World(TWO)
+    tokens = make_tokens(TWO, [5, 5])
+    add_dispatch(world, tokens)
+    rows = expert_results(world, tokens)
+    world.run("random", seed)
+    add_combine(world, tokens, rows, ranks=[1])
+    world.run_until_given_up(seed)
+    assert world.errors == [[0, 0, 0, 0], [flag_words.SCATTERED + 1, 0, 1, 0]]
+
+
+def test_waits_after_an_error_end_at_once(launches, seed):
+    """And the first error stays."""
+    world = World(TWO)
+    tokens = make_tokens(TWO, [5, 5])
+    add_dispatch(world, tokens, ranks=[0])
+    first = world.run_until_given_up(seed)
+    add_dispatch(world, tokens, ranks=[0])
+    rows = torch.zeros(world.plan.most_rows, TWO.hidden, dtype=torch.bfloat16)
+    add_combine(world, tokens, [rows, rows], ranks=[0])
+    later = world.run_until_given_up(seed)
+    assert world.errors == [[flag_words.READY + 1, 1, 1, 0], [0, 0, 0, 0]]
+    assert later.nanoseconds < first.nanoseconds / 10
+
+
+def test_a_missing_rank_is_waited_for(seed):
+    """Without a limit in sight the others sleep: they do not give up early."""
+    world = World(TWO)
+    add_dispatch(world, make_tokens(TWO, [5, 5]), ranks=[0])
+    with pytest.raises(Deadlock, match="wait_all"):
+        world.run("random", seed)
+
+
+def test_barrier(seed):
+    world = World(THREE)
+    for policy in POLICIES:
+        for rank in range(3):
+            for _ in range(3):
+                world.add(rank, peer_rows.barrier(world.memories[rank]))
+        world.run(policy, seed)
+    assert not any(any(error) for error in world.errors)
+    assert all(memory.state[flag_words.BARRIER_EPOCH] == 3 * len(POLICIES) for memory in world.memories)
+
+
+def test_a_rank_that_misses_a_barrier_is_named(seed):
+    world = World(THREE)
+    for rank in (0, 2):
+        world.add(rank, peer_rows.barrier(world.memories[rank]))
+    world.run_until_given_up(seed)
+    assert world.errors[0] == world.errors[2] == [flag_words.BARRIER + 1, 1, 1, 0]
