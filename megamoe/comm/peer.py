@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,8 @@ class PeerExchange(Exchange):
         MegaMoEError: an argument breaks a rule.
     """
 
+    handle_type = PeerHandle
+
     def __init__(
         self,
         num_experts: int,
@@ -114,7 +117,8 @@ class PeerExchange(Exchange):
         table = self._empty_table(self.memory_plan.most_rows if exact else self.capacity)
         self._dispatch(None, (index, weights), table, None, None, index.shape[0], zero_padding=True)
         rows = self._read_back(table) if exact else self.capacity
-        return self._handle(table, index, rows)
+        # A copy: results of operators share no memory with their arguments.
+        return self._handle(table, index.clone(), rows)
 
     def send_rows(self, tokens: torch.Tensor, handle: PeerHandle) -> torch.Tensor:
         self._check_handle(handle)
@@ -132,13 +136,29 @@ class PeerExchange(Exchange):
 
     def send_weights(self, topk_weights: torch.Tensor, handle: PeerHandle) -> torch.Tensor:
         # They have come with the routing lists of ``plan``.
-        return handle.row_weights.to(topk_weights.dtype)
+        return handle.row_weights.to(topk_weights.dtype, copy=True)
 
     def return_weights(self, row_weights: torch.Tensor, handle: PeerHandle) -> torch.Tensor:
         self._check_handle(handle)
         out = torch.empty(handle.topk_index.shape, dtype=torch.float32, device=row_weights.device)
         self._combine(None, row_weights.float().contiguous(), handle, None, out)
         return out.to(row_weights.dtype)
+
+    # ------------------------------------------------------------ for torch.compile
+
+    def plan_like(self, routing: Routing, new_size: Callable[[], int]) -> PeerHandle:
+        index, plan = routing.topk_index, self.memory_plan
+        return PeerHandle(
+            counts=index.new_empty(self.num_local_experts),
+            starts=index.new_empty(self.num_local_experts),
+            sizes=index.new_empty(1 + plan.ep_size, dtype=torch.int32),
+            pair_to_row=index.new_empty(plan.ep_size, plan.max_tokens, plan.top_k, dtype=torch.int32),
+            row_weights=index.new_empty(new_size() if self._reads_back() else self.capacity, dtype=torch.float32),
+            topk_index=index.new_empty(index.shape),
+        )
+
+    def num_tokens(self, handle: PeerHandle) -> int:
+        return handle.topk_index.shape[0]
 
     # ------------------------------------------------------------ without gradients, in one go
 

@@ -1,13 +1,13 @@
 """Flags between ranks, in Triton: epochs that only grow, one writer each, in symmetric memory.
 
-A movement of rows is numbered by an epoch, counted on the device so that CUDA graphs replay. A flag holds the epoch that
-its writer has reached; a reader waits for "at least". So no flag is ever cleared, and late readers are no hazard.
+A movement of rows is numbered by an epoch, counted on the device so that CUDA graphs replay. A flag holds the epoch
+that its writer has reached; a reader waits for "at least". So no flag is ever cleared, and late readers are no hazard.
 
 Memory order: writers' threads meet at a barrier, then one warp stores with release at system scope; readers load with
 acquire at system scope and meet at a barrier. Needs triton: import it on GPUs only.
 
-Waits end after ``budget_ns``: the error word then says which wait it was, for whom, and what it saw. A kernel whose wait
-has failed goes on, within bounds, over whatever it finds; later waits see the error word and return at once.
+Waits end after ``budget_ns``: the error word then says which wait it was, for whom, and what it saw. A kernel whose
+wait has failed goes on, within bounds, over whatever it finds; later waits see the error word and return at once.
 """
 
 from __future__ import annotations
