@@ -28,14 +28,17 @@ class Timed:
 
     Args:
         calls: the same computation on different data, so that no cache holds it; captured in turn.
+        repeats: calls in the graph; default: as many as make it long enough. Calls in which ranks wait for each other
+            must be equally many on all of them.
     """
 
-    def __init__(self, calls: Sequence[Callable[[], object]]):
+    def __init__(self, calls: Sequence[Callable[[], object]], repeats: int | None = None):
         for call in calls:
             call()
         torch.cuda.synchronize()
-        first = self._eager(calls[0])
-        self.repeats = max(len(calls), min(MAX_CALLS, round(TARGET_US / max(first, 1.0))))
+        if repeats is None:
+            repeats = max(len(calls), min(MAX_CALLS, round(TARGET_US / max(self._eager(calls[0]), 1.0))))
+        self.repeats = repeats
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             for index in range(self.repeats):
@@ -61,12 +64,14 @@ class Timed:
         return start.elapsed_time(end) * 1000 / self.repeats
 
 
-def interleaved(candidates: dict[str, Sequence[Callable[[], object]]], rounds: int = 9) -> dict[str, float]:
-    """Median microseconds per call of each candidate; in each round all run, in random order.
+def interleaved(
+    candidates: dict[str, Sequence[Callable[[], object]]], rounds: int = 9, repeats: int | None = None
+) -> dict[str, float]:
+    """Median microseconds per call of each candidate; in each round all run, in random order, the same on all ranks.
 
     What ran before decides on clock and temperature: a fixed order favours whoever follows a cool kernel.
     """
-    timed = {name: Timed(calls) for name, calls in candidates.items()}
+    timed = {name: Timed(calls, repeats) for name, calls in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in timed}
     names = list(timed)
     order = random.Random(0)

@@ -7,14 +7,20 @@ import pytest
 from megamoe.bench import timing
 
 
+class Replays(list):
+    """Names; ``repeats``: what each candidate was made with."""
+
+
 @pytest.fixture
 def replays(monkeypatch):
     """Names of the candidates in the order of their replays; each takes longer from replay to replay."""
-    order = []
+    order, repeats_seen = Replays(), []
+    order.repeats = repeats_seen
 
     class Timed:
-        def __init__(self, calls):
+        def __init__(self, calls, repeats):
             self.name, self.count = calls[0], 0
+            repeats_seen.append(repeats)
 
         def replay(self):
             order.append(self.name)
@@ -43,3 +49,8 @@ def test_order_is_the_same_in_every_run(replays):
 
 def test_one_candidate(replays):
     assert timing.interleaved({"a": ["a"]}, rounds=1) == {"a": 10.0}
+
+
+def test_repeats_can_be_fixed(replays):
+    timing.interleaved({"a": ["a"], "b": ["b"]}, rounds=1, repeats=7)
+    assert replays.repeats == [7, 7]
