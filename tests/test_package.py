@@ -146,7 +146,9 @@ def imports_of(module: str) -> set[str]:
 
 GRAPH = {name: imports_of(name) for name in MODULES}
 LEAVES = ("bench", "cli", "checkpoint", "integrations", "compat")
-FOUNDATION = ("types", "config", "errors", "hf_configs", "plan", "paths")
+FOUNDATION = ("types", "config", "errors", "hf_configs", "plan", "paths", "placement", "placement_search")
+NUMBERS = {"megamoe.kernels.layout", "megamoe.kernels.flag_words"}
+"""What the memory plan takes from the kernels: the alignment, and how many words flags have."""
 
 
 def part(module: str) -> str:
@@ -166,7 +168,7 @@ def test_imports_point_one_way(module):
     """layers -> comm, kernels -> types, config, errors; nothing imports the leaves."""
     if module == "megamoe":
         return
-    used = {part(target) for target in GRAPH[module]}
+    used = {part(target) for target in GRAPH[module] - (NUMBERS if module == "megamoe.plan" else set())}
     forbidden = set(LEAVES) - {part(module)}
     if part(module) in FOUNDATION:
         forbidden |= {"kernels", "comm", "layers"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megamoe
 from megamoe.comm.failures import named_collective
 from megamoe.errors import fail_value
 
@@ -45,7 +45,7 @@ def library_versions() -> dict[str, str]:
         found = triton.__version__
     except ImportError:
         found = "none"
-    return {"torch": torch.__version__, "triton": found, "megamoe": megamoe.__version__}
+    return {"torch": torch.__version__, "triton": found, "megamoe": sys.modules["megamoe"].__version__}
 
 
 def host_name() -> str:
@@ -98,7 +98,7 @@ def complaint(reports: list[RankReport]) -> tuple[str, Any, str, str] | None:
             "group",
             sorted(by_host.values()),
             "spans several machines (ranks of each): peer memory reaches one NVLink domain",
-            'Use a group of one machine\'s ranks, or transport="collective".',
+            'Use a group of one machine\'s ranks, or path="collective".',
         )
     places: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
@@ -116,7 +116,7 @@ def complaint(reports: list[RankReport]) -> tuple[str, Any, str, str] | None:
             "group",
             far,
             "has GPUs that cannot read each other's memory (rank: ranks out of its reach)",
-            'Check `nvidia-smi topo -p2p r`, or use transport="collective".',
+            'Check `nvidia-smi topo -p2p r`, or use path="collective".',
         )
     return None
 

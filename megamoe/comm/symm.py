@@ -26,11 +26,11 @@ CHECK_EVERY = 16
 """Runs between two copies of the error words to the host."""
 
 _WAITS = {
-    flag_words.READY: "its tokens (dispatch)",
-    flag_words.PULLED: "it to read the tokens of the dispatch before",
-    flag_words.SCATTERED: "its experts' results (combine)",
-    flag_words.REDUCED: "it to sum the results of the combine before",
-    flag_words.BARRIER: "it to reach a barrier",
+    flag_words.READY: "to bring its tokens to dispatch {} of this buffer; it has come to dispatch {}",
+    flag_words.PULLED: "to come to its next call after dispatch {} of this buffer; it has left dispatch {} behind",
+    flag_words.SCATTERED: "to bring its experts' results to combine {} of this buffer; it has come to combine {}",
+    flag_words.REDUCED: "to come to its next call after combine {} of this buffer; it has left combine {} behind",
+    flag_words.BARRIER: "to come to barrier {} of this buffer; it has come to barrier {}",
 }
 
 
@@ -191,11 +191,11 @@ class SymmetricBuffer:
                 f"dispatch on rank {self.rank}: {first} rows were routed to its experts, the pool has {second}. The "
                 "rows beyond were lost. Raise capacity, or let dispatch read the exact size back."
             )
-        awaited = _WAITS.get(phase - 1, f"phase {phase}")
+        awaited = _WAITS[phase - 1].format(second, third)
         return (
-            f"rank {self.rank} waited {self.timeout} s for rank {first}: for {awaited}. It was call {second} of this "
-            f"buffer; rank {first} has reached call {third}. Every rank must make the same calls, also without tokens; "
-            "a rank that raised or died makes the others fail here. Results since then are void."
+            f"rank {self.rank} waited {self.timeout} s for rank {first} {awaited}. Every rank must make the same "
+            "calls, also without tokens; a rank that raised or died makes the others fail here. Results since then "
+            "are void."
         )
 
     def reset(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from megamoe.kernels import triton_exchange, triton_flags
+from megamoe.kernels import triton_combine, triton_dispatch, triton_flags
 from megamoe.kernels.formats import FP8_MAX, MIN_AMAX
 from megamoe.plan import MemoryPlan
 
@@ -228,19 +228,20 @@ def dispatch(
         FP8=fp8,
         LARGEST=FP8_MAX,
     )
-    counted = dict(KP=padded_k, LOCAL=local, BINS=bins, CHUNK=chunk, BLOCK=1024)
+    block = max(128, min(1024, triton.next_power_of_2(pairs)))
+    counted = dict(KP=padded_k, LOCAL=local, BINS=bins, CHUNK=chunk, BLOCK=block)
     launches = []
     if not fused:
         grid = max(1, min(num_tokens, 8 * all_sms))
         extra = dict(ROWS=move, LISTS=routing is not None, GROUPS=8)
-        launches.append(Launch(triton_exchange.stage_kernel, grid, {**common, **staged, **extra}, 4))
+        launches.append(Launch(triton_dispatch.stage_kernel, grid, {**common, **staged, **extra}, 4))
     histograms = nothing
     if routing is None:
-        source = triton_exchange.REUSED.value
+        source = triton_dispatch.REUSED.value
     elif fused:
-        source = triton_exchange.COUNTED_HERE.value
+        source = triton_dispatch.COUNTED_HERE.value
     else:
-        source = triton_exchange.COUNTED_BEFORE.value
+        source = triton_dispatch.COUNTED_BEFORE.value
         chunks = ranks * triton.cdiv(memory.max_tokens, chunk)
         histograms = torch.empty(chunks, bins, dtype=torch.int32, device=table.counts.device)
         arguments = dict(
@@ -251,7 +252,7 @@ def dispatch(
             K=top_k,
             **counted,
         )
-        launches.append(Launch(triton_exchange.count_kernel, min(chunks, all_sms), {**common, **arguments}, 4))
+        launches.append(Launch(triton_dispatch.count_kernel, min(chunks, all_sms), {**common, **arguments}, 4))
     words = hidden * (rows.element_size() if move else 2) // 4
     arguments = dict(
         words=_as_words(memory.rows),
@@ -271,14 +272,14 @@ def dispatch(
         TABLE=source,
         MOVE=move,
         PADDING=zero_padding,
-        SUB=max(padded_k, 8192 // bins),
+        SUB=min(max(padded_k, 8192 // bins), chunk * padded_k),
         GROUPS=WARPS,
         ROWS=_TILE_ROWS,
         COLS=_columns(words),
         SCALE_COLS=triton.next_power_of_2((hidden + 127) // 128),
         **counted,
     )
-    launches.append(Launch(triton_exchange.dispatch_kernel, num_sms, {**common, **staged, **arguments}, WARPS))
+    launches.append(Launch(triton_dispatch.dispatch_kernel, num_sms, {**common, **staged, **arguments}, WARPS))
     return launches
 
 
@@ -339,7 +340,7 @@ def combine(
     def launch(push: bool, reduce: bool, grid: int, warps: int) -> Launch:
         columns = min(1024, triton.next_power_of_2(hidden))
         constants = dict(PUSH=push, REDUCE=reduce, SUM_ROWS=warps // 4, SUM_COLS=columns)
-        return Launch(triton_exchange.combine_kernel, grid, {**arguments, **constants}, warps)
+        return Launch(triton_combine.combine_kernel, grid, {**arguments, **constants}, warps)
 
     if memory.max_tokens * memory.top_k * hidden * 2 <= FUSED_BYTES:
         return [launch(True, True, num_sms, WARPS)]

@@ -25,13 +25,12 @@ BARRIER = tl.constexpr(flag_words.BARRIER)
 COUNT = tl.constexpr(flag_words.COUNT)
 LINE_WORDS = tl.constexpr(flag_words.LINE_WORDS)
 KIND_WORDS = tl.constexpr(flag_words.KIND_WORDS)
-DISPATCH_EPOCH = tl.constexpr(flag_words.DISPATCH_EPOCH)
-COMBINE_EPOCH = tl.constexpr(flag_words.COMBINE_EPOCH)
-BARRIER_EPOCH = tl.constexpr(flag_words.BARRIER_EPOCH)
+DISPATCHES = tl.constexpr(flag_words.DISPATCHES)
+COMBINES = tl.constexpr(flag_words.COMBINES)
+BARRIERS = tl.constexpr(flag_words.BARRIERS)
+EPOCH_BITS = tl.constexpr(flag_words.EPOCH_BITS)
 STAGED_TICKET = tl.constexpr(flag_words.STAGED_TICKET)
-PULLED_TICKET = tl.constexpr(flag_words.PULLED_TICKET)
 SCATTERED_TICKET = tl.constexpr(flag_words.SCATTERED_TICKET)
-REDUCED_TICKET = tl.constexpr(flag_words.REDUCED_TICKET)
 CAPACITY = tl.constexpr(flag_words.CAPACITY)
 
 
@@ -131,20 +130,49 @@ def count_of(flags, rank, max_tokens):
 
 
 @triton.jit
-def is_last(ticket):
-    """Whether all other programs of the launch have come here; what they wrote before is then visible."""
+def is_last(ticket, participants):
+    """Whether the other ``participants`` of the launch have come here; what they wrote before is then visible."""
     tl.debug_barrier()
-    last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
-    if last:
-        # For the next launch: nothing else looks at it until then.
-        tl.store(ticket, 0)
+    last = participants <= 1
+    if participants > 1:
+        last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == participants - 1
+        if last:
+            # For the next launch: nothing else looks at it until then.
+            tl.store(ticket, 0)
     return last
+
+
+@triton.jit
+def epochs_ended(counter):
+    """Launches of a kind that have ended: the same for all programs of a launch, whichever of them have ended."""
+    ended = tl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b64 $0, [$1];", "=l,l,~{memory}", [counter], dtype=tl.int64, is_pure=False, pack=1
+    )
+    return ended >> EPOCH_BITS
+
+
+@triton.jit
+def end_program(counter):
+    """The last of a program. All programs of a launch together add one epoch, and no part of them does."""
+    programs = tl.num_programs(0)
+    share = tl.where(tl.program_id(0) == 0, (1 << EPOCH_BITS) - (programs - 1), 1)
+    tl.atomic_add(counter, share.to(tl.int64), sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def publish_ended(flags, deltas, state, my_rank, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Tell all ranks which movements I have ended: everything up to this launch, since launches follow one another.
+
+    One launch late, so that the end of a launch waits for nothing.
+    """
+    publish(flags, deltas, PULLED, epochs_ended(state + DISPATCHES), my_rank, RANKS, LANES)
+    publish(flags, deltas, REDUCED, epochs_ended(state + COMBINES), my_rank, RANKS, LANES)
 
 
 @triton.jit(do_not_specialize=["my_rank", "budget_ns"])
 def barrier_kernel(flags, deltas, state, error, my_rank, budget_ns, R: tl.constexpr, LANES: tl.constexpr):
     """One program: all ranks have come here, and see what each wrote before."""
-    epoch = tl.load(state + BARRIER_EPOCH) + 1
+    epoch = epochs_ended(state + BARRIERS) + 1
     publish(flags, deltas, BARRIER, epoch, my_rank, R, LANES)
     wait_all(flags, BARRIER, epoch, error, budget_ns, R, LANES)
-    tl.store(state + BARRIER_EPOCH, epoch)
+    end_program(state + BARRIERS)

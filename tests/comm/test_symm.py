@@ -66,11 +66,11 @@ def test_closed_buffers_refuse():
 @pytest.mark.parametrize(
     ("words", "texts"),
     [
-        ((flag_words.READY + 1, 3, 7, 5), ["waited 60.0 s for rank 3", "(dispatch)", "call 7", "reached call 5"]),
-        ((flag_words.SCATTERED + 1, 1, 2, 1), ["for rank 1", "(combine)"]),
-        ((flag_words.PULLED + 1, 1, 2, 1), ["to read the tokens"]),
-        ((flag_words.REDUCED + 1, 1, 2, 1), ["to sum the results"]),
-        ((flag_words.BARRIER + 1, 1, 2, 1), ["barrier"]),
+        ((flag_words.READY + 1, 3, 7, 5), ["waited 60.0 s for rank 3", "dispatch 7", "has come to dispatch 5"]),
+        ((flag_words.SCATTERED + 1, 1, 2, 1), ["for rank 1", "results to combine 2", "come to combine 1"]),
+        ((flag_words.PULLED + 1, 1, 2, 1), ["next call after dispatch 2", "left dispatch 1 behind"]),
+        ((flag_words.REDUCED + 1, 1, 2, 1), ["next call after combine 2", "left combine 1 behind"]),
+        ((flag_words.BARRIER + 1, 1, 4, 3), ["to barrier 4", "to barrier 3"]),
         ((flag_words.CAPACITY, 512, 256, 512), ["512 rows were routed", "the pool has 256", "lost"]),
     ],
 )

@@ -184,14 +184,27 @@ def test_wild_tables_of_counts_stay_within_bounds(seed):
 def test_a_rank_that_does_not_dispatch_is_named(missing, launches, seed):
     world = World(THREE)
     others = [rank for rank in range(3) if rank != missing]
+    tokens = make_tokens(THREE, [5, 5, 5])
+    add_dispatch(world, tokens, ranks=others)
+    world.run_until_given_up(seed)
+    for rank in others:
+        assert world.errors[rank] == [flag_words.READY + 1, missing, 1, 0]
+    assert world.errors[missing] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_rank_that_does_not_come_back_is_named(missing, launches, seed):
+    """It may still be reading the others' tokens: they do not write new ones."""
+    world = World(THREE)
+    others = [rank for rank in range(3) if rank != missing]
+    tokens = make_tokens(THREE, [5, 5, 5])
     for _ in range(2):
-        tokens = make_tokens(THREE, [5, 5, 5])
         add_dispatch(world, tokens)
     world.run("random", seed)
     add_dispatch(world, tokens, ranks=others)
     world.run_until_given_up(seed)
     for rank in others:
-        assert world.errors[rank] == [flag_words.READY + 1, missing, 3, 2]
+        assert world.errors[rank] == [flag_words.PULLED + 1, missing, 2, 1]
     assert world.errors[missing] == [0, 0, 0, 0]
 
 
@@ -236,7 +249,8 @@ def test_barrier(seed):
                 world.add(rank, peer_rows.barrier(world.memories[rank]))
         world.run(policy, seed)
     assert not any(any(error) for error in world.errors)
-    assert all(memory.state[flag_words.BARRIER_EPOCH] == 3 * len(POLICIES) for memory in world.memories)
+    for memory in world.memories:
+        assert memory.state[flag_words.BARRIERS] == 3 * len(POLICIES) << flag_words.EPOCH_BITS
 
 
 def test_a_rank_that_misses_a_barrier_is_named(seed):

@@ -11,7 +11,7 @@ from dataclasses import replace  # noqa: E402
 
 import torch  # noqa: E402
 
-from megamoe.kernels import flag_words, peer_rows, triton_exchange, triton_flags  # noqa: E402
+from megamoe.kernels import flag_words, peer_rows, triton_combine, triton_dispatch, triton_flags  # noqa: E402
 from tests.support.exchange_sim import (  # noqa: E402
     Sizes,
     World,
@@ -38,7 +38,7 @@ class Calls:
     def __call__(self, module, policy: str, seed: int) -> None:
         torch.manual_seed(seed)
         patch = pytest.MonkeyPatch()
-        patch.setattr(peer_rows, "triton_exchange", module)
+        patch.setattr(peer_rows, module.__name__.rpartition(".")[2], module)
         if not self.fused:
             patch.setattr(peer_rows, "FUSED_ENTRIES", 0)
             patch.setattr(peer_rows, "FUSED_BYTES", 0)
@@ -84,7 +84,7 @@ def overflow(module, policy: str, seed: int) -> None:
     """More rows than fit: the rest stays within bounds, and is reported."""
     torch.manual_seed(seed)
     patch = pytest.MonkeyPatch()
-    patch.setattr(peer_rows, "triton_exchange", module)
+    patch.setattr(peer_rows, module.__name__.rpartition(".")[2], module)
     try:
         world = World(BF16)
         tokens = make_tokens(BF16, [12, 12])
@@ -103,7 +103,7 @@ def missing(module, policy: str, seed: int) -> None:
     """A rank that does not come is given up on, and named."""
     torch.manual_seed(seed)
     patch = pytest.MonkeyPatch()
-    patch.setattr(peer_rows, "triton_exchange", module)
+    patch.setattr(peer_rows, module.__name__.rpartition(".")[2], module)
     try:
         world = World(FP8)
         add_dispatch(world, make_tokens(FP8, [3, 3, 3]), ranks=[0, 2])
@@ -113,7 +113,7 @@ def missing(module, policy: str, seed: int) -> None:
     assert world.errors == [[flag_words.READY + 1, 1, 1, 0], [0, 0, 0, 0], [flag_words.READY + 1, 1, 1, 0]]
 
 
-BUGS = [
+DISPATCH_BUGS = [
     # flags
     Bug(
         "no barrier before a flag is raised",
@@ -147,7 +147,7 @@ BUGS = [
         "pointers = peer(flags, tl.load(deltas + _ranks(RANKS, LANES)), 8) + (COUNT",
         "pointers = peer(flags, tl.load(deltas + _ranks(RANKS, LANES)) * 0, 8) + (COUNT",
     ),
-    Bug("programs do not wait for each other", ONE, "== tl.num_programs(0) - 1", "== 0"),
+    Bug("programs do not wait for each other", ONE, "== participants - 1", "== 0"),
     Bug(
         "ticket without order",
         ONE,
@@ -157,12 +157,10 @@ BUGS = [
     Bug(
         "ticket before the others of the program are done",
         ONE,
-        '''what they wrote before is then visible."""
-    tl.debug_barrier()
-''',
-        '''what they wrote before is then visible."""
-''',
+        "    tl.debug_barrier()\n    last =",
+        "    last =",
     ),
+    Bug("programs that stage are not all waited for", ONE, "if participants > 1:", "if participants > 2:"),
     Bug("ticket is not given back", ONE, "        tl.store(ticket, 0)\n", "        pass\n"),
     Bug("no limit to a wait", missing, "& (waited <= budget)", "& (waited >= 0)"),
     Bug(
@@ -233,7 +231,8 @@ BUGS = [
         "(value * tl.div_rn(2.0, scale)[:, None])",
     ),
     # the table
-    Bug("rows of earlier ranks are not counted", ONE, "tl.where(r < source, count, ", "tl.where(r < source, 0, "),
+    Bug("rows of earlier ranks are not counted", ONE, "(place < source * max_tokens + first)", "(place < first)"),
+    Bug("tokens that are not there are counted", ONE, "mine = (token < count) & (expert >= 0)", "mine = (expert >= 0)"),
     Bug(
         "rows of later tokens are counted",
         MANY,
@@ -327,9 +326,22 @@ BUGS = [
         "total = tl.load(counts + bins, mask=bins < LOCAL, other=0).to(tl.int32)",
         "total = tl.zeros([BINS], tl.int32)",
     ),
-    Bug("read is not told", MANY, "        publish(flags, deltas, PULLED, epoch, my_rank, R, LANES)\n", ""),
-    Bug("epoch stays", ONE, "        tl.store(state + DISPATCH_EPOCH, epoch)\n", ""),
-    # results
+    Bug("the end of a dispatch is not counted", ONE, "    end_program(state + DISPATCHES)\n", ""),
+    Bug(
+        "a dispatch is told to have ended before it has",
+        MANY_REUSED,
+        "epochs_ended(state + DISPATCHES), my_rank",
+        "epochs_ended(state + DISPATCHES) + 1, my_rank",
+    ),
+    Bug(
+        "reads are not told",
+        MANY_REUSED,
+        "    publish(flags, deltas, PULLED, epochs_ended(state + DISPATCHES), my_rank, RANKS, LANES)\n",
+        "",
+    ),
+]
+
+COMBINE_BUGS = [
     Bug(
         "slots overwritten while they are summed",
         COMBINES,
@@ -348,7 +360,19 @@ BUGS = [
         "            publish(flags, deltas, SCATTERED, epoch, my_rank, R, LANES)\n",
         "            pass\n",
     ),
-    Bug("sums are not told", ONE, "            publish(flags, deltas, REDUCED, epoch, my_rank, R, LANES)\n", ""),
+    Bug(
+        "sums are not told",
+        COMBINES,
+        "    publish(flags, deltas, REDUCED, epochs_ended(state + COMBINES), my_rank, RANKS, LANES)\n",
+        "",
+    ),
+    Bug(
+        "a combine is told to have ended before it has",
+        COMBINES,
+        "epochs_ended(state + COMBINES), my_rank",
+        "epochs_ended(state + COMBINES) + 1, my_rank",
+    ),
+    Bug("the end of a combine is not counted", ONE, "        end_program(state + COMBINES)\n", "        pass\n"),
     Bug("results into my own slots", ONE, "target = peer(slots, tl.load(deltas + source), 4)", "target = slots"),
     Bug(
         "results into the first slot",
@@ -395,9 +419,14 @@ BUGS = [
 )
 def test_cases_pass_without_a_bug(case):
     for policy, seed in SCHEDULES:
-        case(triton_exchange, policy, seed)
+        case(triton_dispatch, policy, seed)
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=str)
-def test_bug_is_caught(bug):
-    assert_caught(triton_exchange, bug, helpers=(triton_flags,))
+@pytest.mark.parametrize("bug", DISPATCH_BUGS, ids=str)
+def test_bug_of_the_dispatch_is_caught(bug):
+    assert_caught(triton_dispatch, bug, helpers=(triton_flags,))
+
+
+@pytest.mark.parametrize("bug", COMBINE_BUGS, ids=str)
+def test_bug_of_the_combine_is_caught(bug):
+    assert_caught(triton_combine, bug, helpers=(triton_flags,))

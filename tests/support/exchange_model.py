@@ -2,10 +2,11 @@
 
 Every rank runs a list of movements, "D" (dispatch) or "C" (combine), each a list of atomic steps:
 
-    D: wait until all have read my tokens of the dispatch before; write mine; write my lists everywhere; raise READY
-       everywhere; wait for everyone's READY; read everyone's lists and tokens; raise PULLED everywhere
-    C: wait until all have summed what the combine before wrote; write everyone's slots; raise SCATTERED everywhere;
-       wait for everyone's SCATTERED; read my slots; raise REDUCED everywhere
+    both: tell everyone which dispatches and combines have ended here (PULLED, REDUCED)
+    D: wait until all have ended the dispatch before; write my tokens; write my lists everywhere; raise READY
+       everywhere; wait for everyone's READY; read everyone's lists and tokens
+    C: wait until all have ended the combine before; write everyone's slots; raise SCATTERED everywhere; wait for
+       everyone's SCATTERED; read my slots
 
 What is written is the number of the movement, so that a read sees whether it is the right one. Writes take two steps,
 with nothing valid in between.
@@ -51,6 +52,8 @@ def steps_of(rank: int, ranks: int, movements: Sequence[str], left_out: frozense
         out.extend(Step("write", (flag, other, rank), number) for other in everyone)
 
     for movement in movements:
+        raise_flag("PULLED", numbers["D"])
+        raise_flag("REDUCED", numbers["C"])
         numbers[movement] += 1
         number = numbers[movement]
         if movement == "D":
@@ -63,7 +66,6 @@ def steps_of(rank: int, ranks: int, movements: Sequence[str], left_out: frozense
             for other in everyone:
                 out.append(Step("read", ("lists", rank, other), number))
                 out.append(Step("read", ("tokens", other), number))
-            raise_flag("PULLED", number)
         else:
             wait("REDUCED", number - 1)
             for other in everyone:
@@ -72,7 +74,6 @@ def steps_of(rank: int, ranks: int, movements: Sequence[str], left_out: frozense
             wait("SCATTERED", number)
             for other in everyone:
                 out.append(Step("read", ("slots", rank, other), number))
-            raise_flag("REDUCED", number)
     return out
 
 

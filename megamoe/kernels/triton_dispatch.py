@@ -1,15 +1,14 @@
-"""Triton kernels that move rows between the ranks of one NVLink domain. Needs triton: import it on GPUs only.
+"""Triton kernels of the dispatch: tokens to the ranks of their experts, within one NVLink domain. For GPUs only.
 
-Dispatch: every rank puts its tokens into its own symmetric memory and its routing lists into everyone's, raises READY,
-waits for all, works out from the lists where the rows of its own experts go, reads each token that it needs once, and
-writes it to all of its rows here. Combine: every rank writes its experts' rows into the slots of their tokens' ranks,
-raises SCATTERED, waits for all, and sums its slots; rows of its own experts it reads where they are.
+Every rank puts its tokens into its own symmetric memory and its routing lists into everyone's, raises READY, waits for
+all, works out from the lists where the rows of its own experts go, reads each token that it needs once, and writes it
+to all its rows here. The first kernel tells all ranks which movements have ended here: only then do they write anew.
 
-Rows are ordered by (expert, source rank, token, slot): a function of the routing alone. Blocks of ``CHUNK`` tokens of one
-source rank are dealt to programs source by source, so that all links are busy at once.
+Rows are ordered by (expert, source rank, token, slot): a function of the routing alone. Blocks of ``CHUNK`` tokens of
+one source rank are dealt to programs source by source, so that all links are busy at once.
 
-Names: R ranks, n tokens here, ``max_tokens`` of any rank (the stride of lists, tables and slots), K slots padded to KP,
-LOCAL experts on this rank padded to BINS, WORDS int32 words of a row.
+Names: R ranks, n tokens here, ``max_tokens`` of any rank (the stride of lists and tables), K slots padded to KP, LOCAL
+experts on this rank padded to BINS, WORDS int32 words of a row.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ import triton.language as tl
 
 from megamoe.kernels.triton_flags import (
     CAPACITY,
-    COMBINE_EPOCH,
-    DISPATCH_EPOCH,
+    COUNT,
+    DISPATCHES,
+    KIND_WORDS,
+    LINE_WORDS,
     PULLED,
-    PULLED_TICKET,
     READY,
-    REDUCED,
-    REDUCED_TICKET,
-    SCATTERED,
-    SCATTERED_TICKET,
     STAGED_TICKET,
     count_of,
+    end_program,
+    epochs_ended,
     is_last,
     peer,
     publish,
+    publish_ended,
     report,
     tell_count,
     wait_all,
@@ -94,11 +93,13 @@ def _stage_lists(
 
 @triton.jit
 def _stage(
-    x, x_stride, index, weights, n, memory, error, budget_ns, my_rank, num_experts, max_tokens, epoch, min_amax,
+    x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch, min_amax,
     R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
     ROWS: tl.constexpr, LISTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     flags, deltas, list_index, list_weights, rows, scales = memory
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        publish_ended(flags, deltas, state, my_rank, R, LANES)
     # Everyone has read what lies there from the dispatch before.
     wait_all(flags, PULLED, epoch - 1, error, budget_ns, R, LANES)
     if LISTS:
@@ -117,10 +118,10 @@ def stage_kernel(
 ):  # fmt: skip
     """My tokens and lists into symmetric memory; the next kernel raises the flag."""
     memory = (flags, deltas, list_index, list_weights, rows, scales)
-    epoch = tl.load(state + DISPATCH_EPOCH) + 1
+    epoch = epochs_ended(state + DISPATCHES) + 1
     _stage(
-        x, x_stride, index, weights, n, memory, error, budget_ns, my_rank, num_experts, max_tokens, epoch, min_amax,
-        R, LANES, K, H, FP8, LARGEST, ROWS, LISTS, GROUPS,
+        x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch,
+        min_amax, R, LANES, K, H, FP8, LARGEST, ROWS, LISTS, GROUPS,
     )  # fmt: skip
 
 
@@ -160,7 +161,7 @@ def count_kernel(
 ):  # fmt: skip
     """Raises READY for what ``stage_kernel`` wrote, waits for all, and counts each chunk's rows of each local expert
     into ``histograms`` int32 [R * chunks of a rank, BINS]."""
-    epoch = tl.load(state + DISPATCH_EPOCH) + 1
+    epoch = epochs_ended(state + DISPATCHES) + 1
     if tl.program_id(0) == 0:
         tell_count(flags, deltas, n, my_rank, R, LANES)
         publish(flags, deltas, READY, epoch, my_rank, R, LANES)
@@ -182,12 +183,18 @@ def _count_all(
     """Rows of each local expert: all, and those of tokens before token ``first`` of rank ``source``."""
     before = tl.zeros([BINS], tl.int32)
     total = tl.zeros([BINS], tl.int32)
-    for r in range(R):
-        count = count_of(flags, r, max_tokens)
-        split = tl.where(r < source, count, tl.where(r == source, tl.minimum(first, count), 0))
-        head = _count(list_index, r, 0, split, my_rank, max_tokens, K, KP, LOCAL, BINS, BLOCK)
-        before += head
-        total += head + _count(list_index, r, split, count, my_rank, max_tokens, K, KP, LOCAL, BINS, BLOCK)
+    # Places in the lists, in the order of rows; a single look covers several ranks' lists.
+    for start in range(0, R * max_tokens * KP, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        place, slot = pair // KP, pair % KP
+        rank, token = place // max_tokens, place % max_tokens
+        inside = (rank < R) & (slot < K)
+        count = tl.load(flags + COUNT * KIND_WORDS + rank * LINE_WORDS, mask=inside, other=0)
+        expert = tl.load(list_index + place * K + slot, mask=inside, other=-1) - my_rank * LOCAL
+        mine = (token < count) & (expert >= 0) & (expert < LOCAL)
+        expert = tl.where(mine, expert, 0)
+        total += tl.histogram(expert, BINS, mask=mine)
+        before += tl.histogram(expert, BINS, mask=mine & (place < source * max_tokens + first))
     return total, before
 
 
@@ -338,16 +345,18 @@ def dispatch_kernel(
     the table of rows comes from. MOVE: rows are read; otherwise only the table is made. PADDING: it is zeroed.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = tl.load(state + DISPATCH_EPOCH) + 1
+    epoch = epochs_ended(state + DISPATCHES) + 1
     if STAGE:
         memory = (flags, deltas, list_index, list_weights, rows, scales)
         _stage(
-            x, x_stride, index, weights, n, memory, error, budget_ns, my_rank, num_experts, max_tokens, epoch, min_amax,
-            R, LANES, K, H, FP8, LARGEST, MOVE, TABLE != REUSED, GROUPS,
+            x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch,
+            min_amax, R, LANES, K, H, FP8, LARGEST, MOVE, TABLE != REUSED, GROUPS,
         )  # fmt: skip
-        if is_last(state + STAGED_TICKET):
-            tell_count(flags, deltas, n, my_rank, R, LANES)
-            publish(flags, deltas, READY, epoch, my_rank, R, LANES)
+        stagers = tl.minimum(tl.maximum(n, 1), programs)
+        if pid < stagers:
+            if is_last(state + STAGED_TICKET, stagers):
+                tell_count(flags, deltas, n, my_rank, R, LANES)
+                publish(flags, deltas, READY, epoch, my_rank, R, LANES)
         wait_all(flags, READY, epoch, error, budget_ns, R, LANES)
     elif TABLE != COUNTED_BEFORE:
         if pid == 0:
@@ -395,124 +404,4 @@ def dispatch_kernel(
             total, capacity, out_words, out_scales, scale_stride, row_weights, WORDS, SCALES, LOCAL, BINS, ROWS, COLS,
             SCALE_COLS, MOVE, TABLE != REUSED,
         )  # fmt: skip
-    if is_last(state + PULLED_TICKET):
-        publish(flags, deltas, PULLED, epoch, my_rank, R, LANES)
-        tl.store(state + DISPATCH_EPOCH, epoch)
-
-
-# ---------------------------------------------------------------- combine
-
-
-@triton.jit
-def _push(
-    words, slots, deltas, pair_to_row, sizes, my_rank, max_tokens, R: tl.constexpr, K: tl.constexpr,
-    WORDS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """The rows of other ranks' tokens into the slots there."""
-    for turn in range(tl.program_id(0), (R - 1) * tl.cdiv(max_tokens, ROWS), tl.num_programs(0)):
-        source = (my_rank + 1 + turn % (R - 1)) % R
-        first = turn // (R - 1) * ROWS
-        end = tl.load(sizes + 1 + source)
-        if first < end:
-            token = (first + tl.arange(0, ROWS)).to(tl.int64)
-            mask = token < end
-            target = peer(slots, tl.load(deltas + source), 4)
-            for k in range(K):
-                row = tl.load(pair_to_row + (source.to(tl.int64) * max_tokens + token) * K + k, mask=mask, other=-1)
-                move = (row >= 0)[:, None]
-                for c in range(0, WORDS, COLS):
-                    col = c + tl.arange(0, COLS)
-                    inside = move & (col < WORDS)[None, :]
-                    value = tl.load(words + row.to(tl.int64)[:, None] * WORDS + col[None, :], mask=inside)
-                    place = (k * max_tokens.to(tl.int64) + token)[:, None] * WORDS + col[None, :]
-                    tl.store(target + place, value, mask=inside)
-
-
-@triton.jit
-def _push_weights(
-    row_weights, slot_weights, deltas, pair_to_row, sizes, max_tokens, R: tl.constexpr, K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One number of every row into its (token, slot) at the token's rank."""
-    per_rank = tl.cdiv(max_tokens * K, BLOCK)
-    for turn in range(tl.program_id(0), R * per_rank, tl.num_programs(0)):
-        source = turn // per_rank
-        pair = (turn % per_rank) * BLOCK + tl.arange(0, BLOCK)
-        mask = pair < tl.load(sizes + 1 + source) * K
-        row = tl.load(pair_to_row + source.to(tl.int64) * max_tokens * K + pair, mask=mask, other=-1)
-        value = tl.load(row_weights + row, mask=row >= 0)
-        tl.store(peer(slot_weights, tl.load(deltas + source), 4) + pair, value, mask=row >= 0)
-
-
-@triton.jit
-def _reduce(
-    rows, slots, out, out_stride, index, n, pair_to_row, my_rank, num_experts, max_tokens, H: tl.constexpr,
-    K: tl.constexpr, LOCAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """fp32 sums of each token's slots, in ascending order."""
-    pieces: tl.constexpr = (H + COLS - 1) // COLS
-    for turn in range(tl.program_id(0), tl.cdiv(n, ROWS) * pieces, tl.num_programs(0)):
-        token = (turn // pieces * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        col = (turn % pieces) * COLS + tl.arange(0, COLS)
-        mask = token < n
-        inside = (col < H)[None, :]
-        total = tl.zeros([ROWS, COLS], tl.float32)
-        for k in tl.static_range(K):
-            expert = tl.load(index + token * K + k, mask=mask, other=-1)
-            row = tl.load(pair_to_row + (my_rank.to(tl.int64) * max_tokens + token) * K + k, mask=mask, other=-1)
-            here = expert // LOCAL == my_rank
-            there = (expert >= 0) & (expert < num_experts) & (here == 0)
-            near = tl.load(
-                rows + row.to(tl.int64)[:, None] * H + col[None, :], mask=(row >= 0)[:, None] & inside, other=0.0
-            )
-            place = (k * max_tokens.to(tl.int64) + token)[:, None] * H + col[None, :]
-            far = tl.load(slots + place, mask=there[:, None] & inside, other=0.0)
-            total += near.to(tl.float32) + far.to(tl.float32)
-        place = token[:, None] * out_stride + col[None, :]
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=mask[:, None] & inside)
-
-
-@triton.jit
-def _take_weights(slot_weights, out, index, n, num_experts, K: tl.constexpr, BLOCK: tl.constexpr):
-    for start in range(tl.program_id(0) * BLOCK, n * K, tl.num_programs(0) * BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        mask = pair < n * K
-        expert = tl.load(index + pair, mask=mask, other=-1)
-        sent = (expert >= 0) & (expert < num_experts)
-        tl.store(out + pair, tl.load(slot_weights + pair, mask=sent, other=0.0), mask=mask)
-
-
-@triton.jit(do_not_specialize=["n", "my_rank", "budget_ns", "num_experts", "max_tokens"])
-def combine_kernel(
-    rows, words, row_weights, index, n, flags, deltas, slots, slot_words, slot_weights, state, error, budget_ns,
-    my_rank, num_experts, max_tokens, pair_to_row, sizes, out, out_stride, out_weights, R: tl.constexpr,
-    LANES: tl.constexpr, K: tl.constexpr, LOCAL: tl.constexpr, H: tl.constexpr, WORDS: tl.constexpr,
-    PUSH: tl.constexpr, REDUCE: tl.constexpr, MOVE: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
-):  # fmt: skip
-    """Rows (MOVE) and one number of each (WEIGHTS) back to their tokens.
-
-    PUSH and REDUCE: in one launch, whose programs must then all run at once, or in two.
-    """
-    epoch = tl.load(state + COMBINE_EPOCH) + 1
-    if PUSH:
-        # Everyone has summed what lies there from the combine before.
-        wait_all(flags, REDUCED, epoch - 1, error, budget_ns, R, LANES)
-        if MOVE and R > 1:
-            _push(words, slot_words, deltas, pair_to_row, sizes, my_rank, max_tokens, R, K, WORDS, ROWS, COLS)
-        if WEIGHTS:
-            _push_weights(row_weights, slot_weights, deltas, pair_to_row, sizes, max_tokens, R, K, BLOCK)
-        if is_last(state + SCATTERED_TICKET):
-            publish(flags, deltas, SCATTERED, epoch, my_rank, R, LANES)
-    if REDUCE:
-        wait_all(flags, SCATTERED, epoch, error, budget_ns, R, LANES)
-        if MOVE:
-            _reduce(
-                rows, slots, out, out_stride, index, n, pair_to_row, my_rank, num_experts, max_tokens, H, K, LOCAL,
-                SUM_ROWS, SUM_COLS,
-            )  # fmt: skip
-        if WEIGHTS:
-            _take_weights(slot_weights, out_weights, index, n, num_experts, K, BLOCK)
-        if is_last(state + REDUCED_TICKET):
-            publish(flags, deltas, REDUCED, epoch, my_rank, R, LANES)
-            tl.store(state + COMBINE_EPOCH, epoch)
+    end_program(state + DISPATCHES)
