@@ -126,8 +126,8 @@ class Launch:
 
     @property
     def options(self) -> dict[str, int]:
-        # All registers: left to itself the assembler spills, so that a second program fits, which is not there.
-        return dict(num_warps=self.num_warps, **(dict(maxnreg=128) if self.num_warps == WARPS else {}))
+        # All registers of 16 warps: left to itself the assembler spills, to fit programs that are not there.
+        return dict(num_warps=self.num_warps, maxnreg=128)
 
 
 def empty_table(memory: PeerMemory, num_local_experts: int, num_rows: int, device: torch.device) -> RowTable:
