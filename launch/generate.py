@@ -1,7 +1,8 @@
-"""Write text with a trained model.
+"""Write text with a model that launch/train.py trained, or with a mixture-of-experts model of transformers.
 
     python launch/generate.py --run-dir runs/train --prompt "def "                       one process
     torchrun --standalone --nproc-per-node 2 launch/generate.py --run-dir runs/train     experts spread over two
+    torchrun --standalone --nproc-per-node 2 launch/generate.py --model FOLDER --prompts-file prompts.txt
 
 A checkpoint loads at any number of processes, whatever number trained it. All of them compute together; one prints.
 """
@@ -26,6 +27,7 @@ from launch.config import LaunchError, read_config
 from launch.data import DOCUMENT_SEPARATOR
 from launch.distributed import World, open_world
 from launch.model import LanguageModel, autocast
+from launch.serving import ServeSettings, count_experts, load_served, serve
 from megamoe import MegaMoEError
 
 
@@ -98,37 +100,66 @@ def _sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
     return int(torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator))
 
 
+def read_prompts(prompts: list[str], file: Path | None) -> list[str]:
+    """`prompts`, then the lines of `file` that are not empty. Raises LaunchError where that is nothing."""
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise LaunchError(f"prompts file {file} cannot be read: {error}") from error
+        prompts = prompts + [line for line in lines if line.strip()]
+    if not prompts:
+        raise LaunchError("there is no prompt: pass --prompt TEXT, or a --prompts-file with one prompt a line")
+    return prompts
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
 def main(
-    run_dir: Annotated[Path, typer.Option(help="Folder of a training run.")] = Path("runs/train"),
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
-    num_bytes: Annotated[int, typer.Option("--bytes", help="Bytes to write.")] = 500,
-    temperature: Annotated[float, typer.Option(help="Randomness; 0 = always the likeliest byte.")] = 0.7,
-    top_k: Annotated[int, typer.Option(help="Choose among that many likeliest bytes; 0 = all.")] = 40,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of a training run (default: runs/train).")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub name of a transformers model instead.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
+    prompts_file: Annotated[Path | None, typer.Option(help="More of them, one a line.")] = None,
+    length: Annotated[int, typer.Option("--bytes", "--tokens", help="Bytes (--model: tokens) to write.")] = 500,
+    temperature: Annotated[float, typer.Option(help="Randomness; 0 = always the likeliest.")] = 0.7,
+    top_k: Annotated[int, typer.Option(help="Choose among that many likeliest; 0 = all.")] = 40,
     seed: Annotated[int, typer.Option(help="Seed of the choices.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="--model: prompts that a process runs at a time.")] = 8,
+    dtype: Annotated[str, typer.Option(help="--model: auto (the checkpoint's), float32, float16, bfloat16.")] = "auto",
     ep: Annotated[int | None, typer.Option(help="Ranks that share one copy of the experts (default: all).")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     output: Annotated[Path | None, typer.Option(help="Also write the text to this file.")] = None,
     timeout_seconds: Annotated[float, typer.Option(help="Longest wait for another rank.")] = 300.0,
 ) -> None:
-    """Write text with a trained model; run it by python or by torchrun."""
+    """Write text with a trained model or a transformers model; run it by python or by torchrun."""
     try:
-        config, training, _ = read_config(run_dir / "config.json")
-        with open_world(config.moe.num_experts, ep, device, timeout_seconds) as world:
-            model = load_model(run_dir, world)
-            settings = {"temperature": temperature, "top_k": top_k, "seed": seed, "dtype": training.dtype}
-            continuation = generate(model, prompt.encode(), num_bytes, world, **settings)
+        if run_dir is not None and model is not None:
+            raise LaunchError(f"--run-dir {run_dir} and --model {model} exclude each other: pass one of them")
+        default = ["def "] if model is None and prompts_file is None else []
+        prompts = read_prompts(prompt if prompt is not None else default, prompts_file)
+        if model is not None:
+            settings = ServeSettings(length, batch_size, temperature, top_k, seed)
+            with open_world(count_experts(model), ep, device, timeout_seconds) as world:
+                continuations = serve(*load_served(model, world, dtype), prompts, world, settings)
+        else:
+            folder = run_dir or Path("runs/train")
+            config, training, _ = read_config(folder / "config.json")
+            with open_world(config.moe.num_experts, ep, device, timeout_seconds) as world:
+                trained = load_model(folder, world)
+                options = {"temperature": temperature, "top_k": top_k, "seed": seed, "dtype": training.dtype}
+                written = [generate(trained, text.encode(), length, world, **options) for text in prompts]
+                continuations = [text.decode(errors="replace") for text in written]
     except (LaunchError, MegaMoEError) as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
     if world.is_main:
-        text = prompt + continuation.decode(errors="replace")
-        print(text)
+        texts = [text + continuation for text, continuation in zip(prompts, continuations, strict=True)]
+        shown = "\n---\n".join(texts)
+        print(shown)
         if output is not None:
-            output.write_text(text + "\n", encoding="utf-8")
+            output.write_text(shown + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
