@@ -73,10 +73,10 @@ def check_tensor(
     """``tensor`` has ``shape`` (``None`` = any size), one of ``dtypes`` and lies on ``device``."""
     if not isinstance(tensor, torch.Tensor):
         fail_type(argument, type(tensor).__name__, "must be a torch.Tensor", "Convert it with torch.as_tensor.")
-    wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
     if tensor.dim() != len(shape) or any(
         want is not None and have != want for have, want in zip(tensor.shape, shape, strict=False)
     ):
+        wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
         fail_value(f"{argument}.shape", list(tensor.shape), f"must be {wanted}", "Reshape or slice it first.")
     if dtypes is not None and tensor.dtype not in dtypes:
         names = ", ".join(str(dtype) for dtype in dtypes)

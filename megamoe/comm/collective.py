@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megamoe.comm import exchange_ops
 from megamoe.comm.exchange import Exchange
 from megamoe.comm.failures import named_collective
 from megamoe.errors import fail_value
@@ -66,6 +68,8 @@ class CollectiveExchange(Exchange):
         group: the expert-parallel group.
     """
 
+    handle_type = CollectiveHandle
+
     def __init__(self, num_experts: int, group: dist.ProcessGroup):
         self.group = group
         self.world_size = dist.get_world_size(group)
@@ -78,6 +82,7 @@ class CollectiveExchange(Exchange):
             )
         self.num_experts = num_experts
         self.num_local_experts = num_experts // self.world_size
+        self.name = exchange_ops.register(self, f"collective/{num_experts}/{group.group_name}")
 
     def plan(self, routing: Routing) -> CollectiveHandle:
         index = routing.topk_index
@@ -147,6 +152,22 @@ class CollectiveExchange(Exchange):
         sends, receives = handle.pair_splits
         pairs = self._exchange(row_weights[handle.pair_to_row], receives, sends, "combine weights")
         return permute(pairs, handle.slot_to_pair.flatten()).view(handle.slot_to_pair.shape)
+
+    def plan_like(self, routing: Routing, new_size: Callable[[], int]) -> CollectiveHandle:
+        index = routing.topk_index
+        return CollectiveHandle(
+            counts=index.new_empty(self.num_local_experts),
+            starts=index.new_empty(self.num_local_experts),
+            sent_tokens=index.new_empty(new_size()),
+            row_to_received=index.new_empty(new_size()),
+            sent_pairs=index.new_empty(new_size()),
+            pair_to_row=index.new_empty(new_size()),
+            slot_to_pair=index.new_empty(index.shape),
+            splits=torch.empty(4, self.world_size, dtype=torch.int64, device="cpu"),
+        )
+
+    def num_tokens(self, handle: CollectiveHandle) -> int:
+        return handle.slot_to_pair.shape[0]
 
     def _exchange(self, rows: torch.Tensor, sends: list[int], receives: list[int], phase: str) -> torch.Tensor:
         out = rows.new_empty(sum(receives), *rows.shape[1:])

@@ -2,17 +2,22 @@
 
 A transport (one class) implements six data movements over a handle; ``dispatch`` and ``combine`` here turn them into
 autograd operations. The backward pass of each is the other, over the same handle: nothing is routed or counted again.
+In compiled code they are the operators of ``exchange_ops``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from megamoe.kernels.layout import invert_rows, layout_pairs
+from megamoe.comm import exchange_ops
+from megamoe.errors import fail_type
+from megamoe.kernels.layout import invert_rows, layout_pairs, max_pool_rows
 from megamoe.kernels.reference import combine_slots, permute
 from megamoe.types import DispatchedRows, DispatchHandle, ExpertLayout, Routing
 
@@ -23,10 +28,20 @@ class Exchange(ABC):
     Attributes:
         num_experts: E, over all ranks.
         num_local_experts: e, on this rank.
+        name: by which compiled code finds this exchange (``exchange_ops.register``).
+        handle_type: the class of its handles. It, ``plan_like`` and ``num_tokens`` are for torch.compile only.
     """
 
     num_experts: int
     num_local_experts: int
+    name: str
+    handle_type: ClassVar[type[DispatchHandle]]
+
+    def __new__(cls, *args, **kwargs):
+        # Here, not in __init__: copies and unpickled exchanges are registered too.
+        exchange = super().__new__(cls)
+        exchange.name = exchange_ops.register(exchange)
+        return exchange
 
     def dispatch(self, hidden_states: torch.Tensor, routing: Routing, dtype: torch.dtype) -> DispatchedRows:
         """Sends each token to the experts of its routing.
@@ -39,8 +54,16 @@ class Exchange(ABC):
         Raises:
             ExchangeError: a collective failed, or a rank did not come within the group's timeout.
         """
-        handle = self.plan(routing)
-        rows, row_weights = _Dispatch.apply(hidden_states, routing.topk_weights, self, handle, dtype)
+        weights = routing.topk_weights
+        # Eager calls skip the operators: the dispatcher costs more than a small layer's rows.
+        if torch.compiler.is_compiling():
+            tensors = exchange_ops.plan(routing.topk_index, weights.detach(), self.name, torch.is_grad_enabled())
+            handle = self.handle_type(*tensors)
+            num_rows = handle.layout.num_rows
+            rows, row_weights = exchange_ops.dispatch(hidden_states, weights, tensors, self.name, num_rows, dtype)
+        else:
+            handle = self.plan(routing)
+            rows, row_weights = _Dispatch.apply(hidden_states, weights, self, handle, dtype)
         return DispatchedRows(rows, row_weights, handle)
 
     def combine(self, rows: torch.Tensor, handle: DispatchHandle, out_dtype: torch.dtype) -> torch.Tensor:
@@ -49,6 +72,9 @@ class Exchange(ABC):
         Raises:
             ExchangeError: as for ``dispatch``.
         """
+        if torch.compiler.is_compiling():
+            tensors = list(handle.tensors())
+            return exchange_ops.combine(rows, tensors, self.name, self.num_tokens(handle), out_dtype)
         return _Combine.apply(rows, self, handle, out_dtype)
 
     @abstractmethod
@@ -70,6 +96,26 @@ class Exchange(ABC):
     @abstractmethod
     def return_weights(self, row_weights: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """``[T, K]`` of ``[P]``; zero for slots without an expert."""
+
+    def plan_like(self, routing: Routing, new_size: Callable[[], int]) -> DispatchHandle:
+        """A handle of empty tensors with the shapes and dtypes of ``plan(routing)``: no data, no communication.
+
+        Args:
+            new_size: makes a size that depends on data.
+        """
+        self._cannot_be_traced()
+
+    def num_tokens(self, handle: DispatchHandle) -> int:
+        """T of ``handle``, from the shapes of its tensors."""
+        self._cannot_be_traced()
+
+    def _cannot_be_traced(self) -> NoReturn:
+        fail_type(
+            "exchange",
+            type(self).__name__,
+            "cannot be traced by torch.compile",
+            "Give it handle_type, plan_like and num_tokens, or leave the layer out with torch.compiler.disable.",
+        )
 
 
 def _save_handle(ctx, handle: DispatchHandle) -> None:
@@ -140,8 +186,11 @@ class LocalHandle(DispatchHandle):
 class LocalExchange(Exchange):
     """All experts on this rank (R = 1): a permutation, without communication or host synchronisation."""
 
+    handle_type = LocalHandle
+
     def __init__(self, num_experts: int):
         self.num_experts = self.num_local_experts = num_experts
+        self.name = exchange_ops.register(self, f"local/{num_experts}")
 
     def plan(self, routing: Routing) -> LocalHandle:
         index = routing.topk_index
@@ -166,3 +215,17 @@ class LocalExchange(Exchange):
 
     def return_weights(self, row_weights: torch.Tensor, handle: LocalHandle) -> torch.Tensor:
         return permute(row_weights, handle.slot_to_row.flatten()).view(handle.slot_to_row.shape)
+
+    def plan_like(self, routing: Routing, new_size: Callable[[], int]) -> LocalHandle:
+        index = routing.topk_index
+        # As layout_pairs chooses it.
+        num_rows = new_size() if index.device.type == "cpu" else max_pool_rows(index.numel(), self.num_experts)
+        return LocalHandle(
+            counts=index.new_empty(self.num_experts),
+            starts=index.new_empty(self.num_experts),
+            slot_to_row=index.new_empty(index.shape),
+            row_to_slot=index.new_empty(num_rows),
+        )
+
+    def num_tokens(self, handle: LocalHandle) -> int:
+        return handle.slot_to_row.shape[0]

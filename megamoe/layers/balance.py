@@ -63,7 +63,24 @@ class _AttachLoss(torch.autograd.Function):
 
 def attach_loss(values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     """``values`` unchanged; its backward pass also back-propagates ``loss``, as if it were added to the final loss."""
-    return _AttachLoss.apply(values, loss)
+    return _attach_operator(values, loss) if torch.compiler.is_compiling() else _AttachLoss.apply(values, loss)
+
+
+# A copy, and a result that needs the loss: compiled code keeps the order of the loss's collective and the exchange's.
+@torch.library.custom_op("megamoe::attach_loss", mutates_args=())
+def _attach_operator(values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+@_attach_operator.register_fake
+def _(values, loss):
+    return values.new_empty(values.shape)
+
+
+_attach_operator.register_autograd(
+    lambda ctx, grad: (grad, torch.ones_like(ctx.saved_tensors[0])),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:

@@ -84,7 +84,8 @@ def shard_parameter(local: torch.Tensor, mesh: DeviceMesh | None) -> nn.Paramete
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, differentiably; a plain tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    # By an attribute: torch.compile finds no method of a DTensor.
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
 def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

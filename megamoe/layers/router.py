@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from megamoe.comm.failures import named_collective
@@ -46,6 +47,61 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@torch.library.custom_op("megamoe::router_logits", mutates_args=())
+def _logits(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    # An operator of its own in compiled code, where autocast in force outside would reach the backward pass.
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        return reference.router_logits(hidden_states, weight, bias)
+
+
+@_logits.register_fake
+def _(hidden_states, weight, bias):
+    dtype = reference.accumulation_dtype(hidden_states, weight)
+    return hidden_states.new_empty(hidden_states.shape[0], weight.shape[0], dtype=dtype)
+
+
+def _logits_grads(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    hidden_states, weight, bias = ctx.saved_tensors
+    need_hidden, need_weight, need_bias = ctx.needs_input_grad
+    with torch.autocast(grad.device.type, enabled=False):
+        grad_hidden = (grad @ weight.to(grad.dtype)).to(hidden_states.dtype) if need_hidden else None
+        grad_weight = (grad.t() @ hidden_states.to(grad.dtype)).to(weight.dtype) if need_weight else None
+        grad_bias = grad.sum(dim=0).to(bias.dtype) if need_bias else None
+    return grad_hidden, grad_weight, grad_bias
+
+
+_logits.register_autograd(_logits_grads, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+@torch.library.custom_op("megamoe::count_tokens", mutates_args=())
+def _count_tokens(total: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    # An operator of its own: it asks when it runs, not when it is traced.
+    return total.clone() if _in_backward() else total + counts
+
+
+@_count_tokens.register_fake
+def _(total, counts):
+    return torch.empty_like(total)
+
+
+@torch.library.custom_op("megamoe::sum_over_ranks", mutates_args=())
+def _sum_over_ranks(counts: torch.Tensor, group: str) -> torch.Tensor:
+    # A traced collective would not raise an ExchangeError.
+    counts = counts.clone()
+    _all_reduce(counts, _resolve_process_group(group))
+    return counts
+
+
+@_sum_over_ranks.register_fake
+def _(counts, group):
+    return torch.empty_like(counts)
+
+
+def _all_reduce(counts: torch.Tensor, group: dist.ProcessGroup) -> None:
+    with named_collective("load-balancing loss", group):
+        dist.all_reduce(counts, group=group)
+
+
 class Router(nn.Module):
     """Routes tokens to their ``top_k`` experts (``RouterConfig`` says how).
 
@@ -58,7 +114,7 @@ class Router(nn.Module):
             ``update_expert_biases``.
         tokens_per_expert: int64 buffer ``[E]``, not saved: (token, slot) pairs routed in training since the last
             ``update_expert_biases``. Recomputation by activation checkpointing does not count.
-        aux_loss, z_loss: last values in training, detached, before their coefficients; None when off.
+        losses: fp32 buffer ``[2]``, not saved: what ``aux_loss`` and ``z_loss`` show.
 
     Args:
         config: the layer.
@@ -78,8 +134,6 @@ class Router(nn.Module):
         self.balance_group = balance_group
         self.bias_update_rate = router.bias_update_rate
         self.aux_loss_scale = 1.0
-        self.aux_loss: torch.Tensor | None = None
-        self.z_loss: torch.Tensor | None = None
         options = dict(dtype=torch.float32, device=device)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, **options))
         self.bias = nn.Parameter(torch.empty(config.num_experts, **options)) if router.linear_bias else None
@@ -87,15 +141,32 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", expert_bias)
         counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
+        self.register_buffer("losses", torch.empty(2, **options), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights N(0, init_std^2), default 1/sqrt(H); biases and counters zero."""
+        """Weights N(0, init_std^2), default 1/sqrt(H); biases and counters zero, no losses."""
         std = self.config.hidden_size**-0.5 if self.config.init_std is None else self.config.init_std
         nn.init.normal_(self.weight, std=std)
         for tensor in (self.bias, self.expert_bias, self.tokens_per_expert):
             if tensor is not None:
                 nn.init.zeros_(tensor)
+        # No loss is negative.
+        nn.init.constant_(self.losses, -1)
+
+    @property
+    def aux_loss(self) -> torch.Tensor | None:
+        """The last value in training, before its coefficient; None when off. Waits for the device."""
+        return self._last_loss(0)
+
+    @property
+    def z_loss(self) -> torch.Tensor | None:
+        """As ``aux_loss``."""
+        return self._last_loss(1)
+
+    def _last_loss(self, which: int) -> torch.Tensor | None:
+        loss = self.losses[which].clone()
+        return None if loss < 0 else loss
 
     def forward(self, hidden_states: torch.Tensor, token_mask: torch.Tensor | None = None) -> Routing:
         """Routes ``hidden_states [T, H]``.
@@ -112,7 +183,8 @@ class Router(nn.Module):
             check_tensor("token_mask", token_mask, hidden_states.shape[:1], (torch.bool,), hidden_states.device)
             hidden_states = hidden_states.masked_fill(~token_mask.unsqueeze(1), 0)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            logits = reference.router_logits(hidden_states, self.weight, self.bias)
+            compute_logits = _logits if torch.compiler.is_compiling() else reference.router_logits
+            logits = compute_logits(hidden_states, self.weight, self.bias)
             scores = reference.expert_scores(logits, config.score)
             choice = scores.detach()
             if self.expert_bias is not None:
@@ -126,7 +198,9 @@ class Router(nn.Module):
                 weights = weights.masked_fill(~token_mask.unsqueeze(1), 0)
             if self.training:
                 counts = _histogram(index, self.config.num_experts)
-                if not _in_backward():
+                if torch.compiler.is_compiling():
+                    self.tokens_per_expert.copy_(_count_tokens(self.tokens_per_expert, counts))
+                elif not _in_backward():
                     self.tokens_per_expert += counts
                 weights = self._attach_losses(weights, logits, scores, counts, token_mask)
         return Routing(index, weights)
@@ -135,15 +209,17 @@ class Router(nn.Module):
         config = self.config.router
         if config.aux_loss_coef:
             if self.balance_group is not None:
-                with named_collective("load-balancing loss", self.balance_group):
-                    dist.all_reduce(counts, group=self.balance_group)
+                if torch.compiler.is_compiling():
+                    counts = _sum_over_ranks(counts, self.balance_group.group_name)
+                else:
+                    _all_reduce(counts, self.balance_group)
             probs = scores if config.score == "softmax" else scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
             loss = load_balancing_loss(probs, counts, token_mask)
-            self.aux_loss = loss.detach()
+            self.losses[0] = loss.detach()
             weights = attach_loss(weights, loss * (config.aux_loss_coef * self.aux_loss_scale))
         if config.z_loss_coef:
             loss = router_z_loss(logits, token_mask)
-            self.z_loss = loss.detach()
+            self.losses[1] = loss.detach()
             weights = attach_loss(weights, loss * (config.z_loss_coef * self.aux_loss_scale))
         return weights
 
