@@ -9,7 +9,9 @@ import typer
 
 from megamoe.errors import MegaMoEError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Mixture-of-experts layers: measurements.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Mixture-of-experts layers: checkpoints, measurements."
+)
 bench = typer.Typer(no_args_is_help=True, help="Speed beside the installed peers, on this machine's GPU.")
 app.add_typer(bench, name="bench")
 
@@ -17,6 +19,40 @@ app.add_typer(bench, name="bench")
 @app.callback()
 def _main() -> None:
     pass
+
+
+@app.command("convert")
+def convert_checkpoint(
+    src: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of the checkpoint: safetensors shards.")],
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="New folder.")],
+    to: Annotated[str, typer.Option(help="megamoe: fused experts; hf: back to the names it was converted from.")],
+    dequantize: Annotated[bool, typer.Option("--dequantize", help="Write BF16 for FP8 and MXFP4.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Size of a shard, such as 5GB.")] = "5GB",
+    verify: Annotated[bool, typer.Option(help="Convert back and compare the checksum of every tensor.")] = True,
+) -> None:
+    """Converts a checkpoint's MoE layers; the same command goes on after an interruption."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from megamoe.checkpoint import convert
+
+    columns = TextColumn("{task.description:>6}"), BarColumn(), DownloadColumn()
+    with Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn()) as bar:
+        tasks = {}
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(phase, total=total)
+            bar.update(tasks[phase], completed=done)
+
+        try:
+            options = dict(dequantize=dequantize, max_shard_size=max_shard_size, verify=verify, progress=show)
+            convert(src, dst, to, **options)
+        except MegaMoEError as error:
+            bar.stop()
+            # Not as BadParameter: its frame would break the names in a list of tensors.
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(2) from None
+    typer.echo(f"{dst} is complete{' and verified' if verify else ''}.")
 
 
 @bench.command("gemm")
@@ -46,3 +82,45 @@ def bench_quant() -> None:
     except MegaMoEError as error:
         raise typer.BadParameter(str(error)) from None
     quant.main()
+
+
+@bench.command("exchange")
+def bench_exchange(
+    out: Annotated[Path, typer.Option(help="Folder for the CSV.")] = Path("bench_results"),
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median counts.")] = 9,
+    allocator: Annotated[str, typer.Option(help="Of the symmetric memory: torch or nvshmem.")] = "torch",
+    sms: Annotated[str, typer.Option(help="Comma-separated numbers of SMs that move rows.")] = "32,64",
+) -> None:
+    """The exchange over NVLink against NCCL: start it with torchrun, one process per GPU."""
+    from megamoe.bench import exchange
+
+    if not all(part.strip().isdigit() for part in sms.split(",")):
+        raise typer.BadParameter(f"sms = {sms!r}: must be numbers with commas between them. Pass 32,64, say.")
+    try:
+        exchange.run(out, rounds, allocator, [int(part) for part in sms.split(",")])
+    except MegaMoEError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@bench.command("placement")
+def bench_placement(
+    experts: Annotated[int, typer.Option(help="E, experts of the layer.")] = 256,
+    ranks: Annotated[int, typer.Option(help="R, simulated ranks.")] = 8,
+    top_k: Annotated[int, typer.Option(help="K, experts per token.")] = 8,
+    redundant: Annotated[float, typer.Option(help="Replicas beyond one per expert, as a share of E.")] = 0.1,
+    zipf: Annotated[float, typer.Option(help="Popularity of the n-th expert is n^-zipf.")] = 1.0,
+    drift: Annotated[float, typer.Option(help="Share of experts that change popularity at each step.")] = 0.0,
+    steps: Annotated[int, typer.Option(help="Steps in all.")] = 60,
+    period: Annotated[int, typer.Option(help="Steps between two placements.")] = 10,
+    tokens: Annotated[int, typer.Option(help="Tokens per rank and step.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the CSV and the plot.")] = Path("bench_results"),
+) -> None:
+    """Load of the ranks before and after placing experts by their load: a simulation, without a GPU."""
+    from megamoe.bench import placement
+
+    try:
+        simulation = placement.Simulation(experts, ranks, top_k, redundant, zipf, drift, steps, period, tokens, seed)
+        placement.run(simulation, out)
+    except MegaMoEError as error:
+        raise typer.BadParameter(str(error)) from None

@@ -92,15 +92,18 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def plan_memory(config: MoEConfig, ep_size: int, tokens: int | None = None) -> MemoryPlan:
+def plan_memory(
+    config: MoEConfig, ep_size: int, tokens: int | None = None, *, num_experts: int | None = None
+) -> MemoryPlan:
     """The memory of one rank for the exchange of one layer; layers that run one after another share it.
 
     Grows with every argument.
 
     Args:
         config: the layer.
-        ep_size: R, expert-parallel ranks, 1 to 32, a divisor of ``num_experts``.
+        ep_size: R, expert-parallel ranks, 1 to 32, a divisor of the number of experts.
         tokens: T, tokens at most of any rank in a call; default: the config's ``max_tokens_per_rank``.
+        num_experts: physical experts of all ranks, where some are there more than once; default: the config's.
 
     Raises:
         MegaMoEError: an argument is out of range, or ``hidden_size`` is no multiple of 16.
@@ -117,17 +120,20 @@ def plan_memory(config: MoEConfig, ep_size: int, tokens: int | None = None) -> M
             "Pass tokens, or set max_tokens_per_rank in the config.",
         )
     check_int("tokens", tokens, 1)
-    if ep_size > flag_words.MAX_RANKS or config.num_experts % ep_size:
+    if num_experts is None:
+        num_experts = config.num_experts
+    check_int("num_experts", num_experts, config.num_experts)
+    if ep_size > flag_words.MAX_RANKS or num_experts % ep_size:
         fail_value(
             "ep_size",
             ep_size,
-            f"must be at most {flag_words.MAX_RANKS} and divide num_experts = {config.num_experts}",
+            f"must be at most {flag_words.MAX_RANKS} and divide num_experts = {num_experts}",
             "Use a group of such a size.",
         )
     hidden, top_k = config.hidden_size, config.top_k
     if hidden % COLUMN_ALIGN:
         fail_value("hidden_size", hidden, f"must be a multiple of {COLUMN_ALIGN}", "Pad the model's width.")
-    if ep_size * tokens * top_k + config.num_experts * ALIGN >= 2**31:
+    if ep_size * tokens * top_k + num_experts * ALIGN >= 2**31:
         fail_value(
             "tokens", tokens, f"times {ep_size} ranks times top_k = {top_k} must stay below 2^31 rows", "Lower it."
         )
@@ -157,7 +163,7 @@ def plan_memory(config: MoEConfig, ep_size: int, tokens: int | None = None) -> M
         max_tokens=tokens,
         top_k=top_k,
         hidden_size=hidden,
-        num_local_experts=config.num_experts // ep_size,
+        num_local_experts=num_experts // ep_size,
         fp8=fp8,
         regions=tuple(regions),
         total=max(offset, SMALLEST_ALLOCATION),

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import megamoe
@@ -30,7 +32,8 @@ def invoke(*arguments: str):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--help"], ["bench"]),
+        (["--help"], ["bench", "convert"]),
+        (["convert", "--help"], ["SRC", "DST", "--to", "--dequantize", "--max-shard-size", "--no-verify"]),
         (["bench", "--help"], ["gemm", "peers"]),
         (["bench", "quant", "--help"], ["casts"]),
         (["bench", "gemm", "--help"], ["--groups", "--sweep", "--out", "--rounds", "DeepGEMM"]),
@@ -81,6 +84,50 @@ def test_arguments_arrive(sweep, function, monkeypatch, tmp_path):
         result, text = invoke("bench", "gemm", *groups, "--out", str(tmp_path), "--rounds", "3", *options)
         assert result.exit_code == 0, text
     assert calls == [(["fp8", "masked"], tmp_path, 3), (list(gemm.GROUPS), tmp_path, 3)]
+
+
+def write_mixtral(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint of one Mixtral layer with two experts."""
+    block = "model.layers.0.block_sparse_moe."
+    shapes = {"w1": (6, 8), "w2": (8, 6), "w3": (6, 8)}
+    tensors = {f"{block}experts.{e}.{w}.weight": torch.randn(s) for e in range(2) for w, s in shapes.items()}
+    tensors[f"{block}gate.weight"] = torch.randn(2, 8)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def test_convert(tmp_path, seed):
+    tensors = write_mixtral(tmp_path / "src")
+    src, dst, back = (str(tmp_path / name) for name in ("src", "dst", "back"))
+    result, text = invoke("convert", src, dst, "--to", "megamoe", "--max-shard-size", "500B")
+    assert result.exit_code == 0 and f"{dst} is complete and verified." in result.output.replace("\n", "")
+    assert "write" in text and "verify" in text and len(list(Path(dst).glob("*.safetensors"))) > 1
+    result, text = invoke("convert", dst, back, "--to", "hf", "--no-verify")
+    assert result.exit_code == 0 and "is complete." in text and "verify" not in text
+    loaded = load_file(Path(back) / "model.safetensors")
+    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_convert_refuses(tmp_path, seed):
+    tensors = write_mixtral(tmp_path / "src")
+    src, dst = str(tmp_path / "src"), str(tmp_path / "dst")
+    for arguments, words in (
+        (["--to", "onnx"], "to = 'onnx': must be one of 'hf', 'megamoe'"),
+        (["--to", "hf"], "is not in megamoe's format"),
+        (["--to", "megamoe", "--max-shard-size", "big"], "max_shard_size = 'big': must be a positive size"),
+    ):
+        result, text = invoke("convert", src, dst, *arguments)
+        assert result.exit_code == 2 and words in text and "Traceback" not in text, text
+    result, _ = invoke("convert", src, dst)
+    assert result.exit_code == 2
+    missing = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    del tensors[missing]
+    save_file(tensors, tmp_path / "src" / "model.safetensors")
+    result, text = invoke("convert", src, dst, "--to", "megamoe")
+    # Names are not broken by a frame.
+    assert result.exit_code == 2 and f"missing: {missing} [8, 6]" in result.output
+    assert not Path(dst).exists()
 
 
 def test_as_a_module():

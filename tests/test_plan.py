@@ -107,6 +107,15 @@ def test_tokens_come_from_the_config():
     assert dataclasses.replace(plan_memory(config(), 2, 64)) == plan_memory(config(), 2, 64)
 
 
+def test_replicated_experts():
+    """More of them than the router knows: only the rows' bound grows."""
+    plain, replicated = plan_memory(config(), 2, 64), plan_memory(config(), 2, 64, num_experts=12)
+    assert replicated.num_local_experts == 6 and replicated.most_rows > plain.most_rows
+    assert replicated.regions == plain.regions and plain.covers(replicated)
+    with fails(ValueError, "num_experts", 7, "must be at least 8"):
+        plan_memory(config(), 2, 64, num_experts=7)
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "argument", "value", "rule"),
     [

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megamoe.comm.collective import CollectiveExchange
-from megamoe.comm.exchange import Exchange, LocalExchange
+from megamoe.comm.exchange import Exchange
 from megamoe.config import MoEConfig, check_config
 from megamoe.errors import FLOATING, check_tensor, fail_type, fail_value
 from megamoe.kernels.mlp import MlpOptions, grouped_mlp
 from megamoe.layers.parallel import check_same_on_all_ranks, local_tensor, resolve_group, shard_parameter
+from megamoe.layers.replicas import ExpertSlots
 from megamoe.layers.shared import compute_dtype
+from megamoe.layers.transport import Transport
+from megamoe.placement import ExpertPlacement
 from megamoe.types import Routing
 
 
 class Experts(nn.Module):
     """All routed experts of a layer, spread over the ranks of ``group``: rank r holds experts r*E/R to (r+1)*E/R - 1.
+
+    ``rebalance`` gives them another ``ExpertPlacement`` to serve with. The parameters then are ``[R * slots, ...]`` in
+    slot order: until they are back in the default placement there is no training and no ``state_dict``.
 
     GEMMs run in autocast's dtype where it is on, else in that of the parameters, or in FP8 (``precision="fp8"``); the
     output has the dtype of the input. The gradients of the parameters are the mean of the group's losses' gradients, as
@@ -35,6 +42,8 @@ class Experts(nn.Module):
         group: the expert-parallel group: a ``ProcessGroup``, a 1-D ``DeviceMesh``, or None for one rank.
             Construction is a collective over it.
         device, dtype: of the parameters; default: torch's.
+        path: how rows travel between ranks: ``collective``, by torch.distributed, or ``staged``, over NVLink, for GPUs
+            of one machine, 16-bit rows and a config with ``max_tokens_per_rank``. Give the memory back with ``close``.
 
     Raises:
         MegaMoEError: ``num_experts`` is not a multiple of R, or the ranks' configs differ.
@@ -48,6 +57,7 @@ class Experts(nn.Module):
         group: dist.ProcessGroup | DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        path: str = "collective",
     ):
         super().__init__()
         check_config(config)
@@ -56,15 +66,15 @@ class Experts(nn.Module):
         self.config = config
         device = torch.device(device) if device is not None else torch.get_default_device()
         process_group, mesh = resolve_group(group, device.type)
-        if process_group is None:
-            self.exchange: Exchange = LocalExchange(config.num_experts)
-            self.first_expert = 0
-        else:
-            self.exchange = CollectiveExchange(config.num_experts, process_group)
+        self.group = process_group
+        self._transport = Transport(config, process_group, path, device)
+        if process_group is not None:
             dtype = torch.get_default_dtype() if dtype is None else dtype
-            check_same_on_all_ranks({**config.to_dict(), "dtype": str(dtype)}, process_group)
-            self.first_expert = dist.get_rank(process_group) * self.exchange.num_local_experts
+            check_same_on_all_ranks({**config.to_dict(), "dtype": str(dtype), "path": path}, process_group)
+        self.exchange: Exchange = self._transport.make(config.num_experts)
         self.expert_parallel_size = config.num_experts // self.exchange.num_local_experts
+        rank = 0 if process_group is None else dist.get_rank(process_group)
+        self.slots = ExpertSlots(ExpertPlacement.even(config.num_experts, self.expert_parallel_size), rank, device)
         self.options = MlpOptions(
             activation=config.activation,
             clamp=config.clamp,
@@ -94,14 +104,15 @@ class Experts(nn.Module):
         up_proj, down_proj = local_tensor(getattr(self, self._up_name)), local_tensor(self.down_proj)
         if not up_proj.is_meta:
             generator = torch.Generator(up_proj.device)
-            for expert in range(up_proj.shape[0]):
-                generator.manual_seed(seed + self.first_expert + expert)
-                for weight in (up_proj[expert], down_proj[expert]):
+            for slot, expert in enumerate(self.slots.held[: up_proj.shape[0]]):
+                generator.manual_seed(seed + expert)
+                for weight in (up_proj[slot], down_proj[slot]):
                     std = weight.shape[1] ** -0.5 if self.config.init_std is None else self.config.init_std
                     weight.normal_(std=std, generator=generator)
         for bias in (getattr(self, f"{self._up_name}_bias"), self.down_proj_bias):
             if bias is not None:
                 local_tensor(bias).zero_()
+        self.slots.reset()
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -117,16 +128,21 @@ class Experts(nn.Module):
             ``[T, H]`` in the dtype of ``hidden_states``; a token without experts gets zeros.
 
         Raises:
-            MegaMoEError: wrong shape, dtype or device, or T > ``max_tokens_per_rank``.
+            MegaMoEError: wrong shape, dtype or device, T > ``max_tokens_per_rank``, or gradients of the parameters
+                wanted under a placement other than the default.
             ExchangeError: another rank did not take part.
         """
         self.check_tokens(hidden_states)
         self._check_routing(hidden_states, top_k_index, top_k_weights)
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters(recurse=False)):
+            self._check_default_placement("forward with gradients")
         up_proj = local_tensor(getattr(self, self._up_name))
         up_bias, down_bias = getattr(self, f"{self._up_name}_bias"), self.down_proj_bias
         dtype = compute_dtype(up_proj, hidden_states.device.type)
-        routing = Routing(top_k_index.long(), top_k_weights)
+        routing = Routing(self.slots.translate(top_k_index.long()), top_k_weights)
         dispatched = self.exchange.dispatch(hidden_states, routing, dtype)
+        if not self.training:
+            self.slots.count_rows(dispatched.layout)
         rows = grouped_mlp(
             dispatched.rows,
             dispatched.row_weights,
@@ -138,6 +154,43 @@ class Experts(nn.Module):
             None if down_bias is None else local_tensor(down_bias),
         )
         return self.exchange.combine(rows, dispatched.handle, hidden_states.dtype)
+
+    def close(self) -> None:
+        """Gives back the memory that ranks share with ``path="staged"``, on all of them. The layer is then done."""
+        self._transport.close()
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """Which rank holds which experts; ``rebalance`` changes it."""
+        return self.slots.placement
+
+    def assign(self, placement: ExpertPlacement) -> None:
+        """The parameters now lie as ``placement`` says; the last step of ``rebalance``, which moves them."""
+        if placement.num_physical != self.exchange.num_experts:
+            self.exchange = self._transport.make(placement.num_physical)
+        self.slots.assign(placement)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Experts:
+        self.slots.apply(fn)
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        self._check_default_placement("state_dict")
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        self._check_default_placement("load_state_dict")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _check_default_placement(self, action: str) -> None:
+        if not self.slots.is_default:
+            fail_value(
+                "placement.is_default",
+                False,
+                f"{action} needs the default placement, in which parameters lie as checkpoints and optimizers see them",
+                f"Call rebalance(model, ExpertPlacement.even({self.config.num_experts}, {self.expert_parallel_size})) "
+                "first; to serve, run under torch.no_grad().",
+            )
 
     def check_tokens(self, hidden_states: torch.Tensor) -> None:
         """``hidden_states`` may be passed to ``forward``; see there for what it raises."""
@@ -164,7 +217,8 @@ class Experts(nn.Module):
         config = self.config
         text = f"hidden_size={config.hidden_size}, intermediate_size={config.intermediate_size}"
         text += f", num_experts={config.num_experts}, activation={config.activation}, precision={config.precision}"
-        if self.expert_parallel_size > 1:
-            last = self.first_expert + self.exchange.num_local_experts - 1
-            text += f", experts {self.first_expert}-{last} of {self.expert_parallel_size} ranks"
+        if self.expert_parallel_size > 1 or not self.slots.is_default:
+            held = self.slots.held
+            names = f"{held[0]}-{held[-1]}" if self.slots.is_default else ", ".join(map(str, held)) or "none"
+            text += f", experts {names} of {self.expert_parallel_size} ranks"
         return text

@@ -31,6 +31,7 @@ class MoE(nn.Module):
         router: any module that maps ``(hidden_states [T, H], token_mask bool [T] or None)`` to a ``Routing``;
             default: a ``Router`` as the config says.
         device, dtype: of the parameters; default: torch's. The router stays in fp32.
+        path: how rows travel between ranks; see ``Experts``.
 
     Raises:
         MegaMoEError: an argument breaks a rule, or the ranks' configs differ.
@@ -45,6 +46,7 @@ class MoE(nn.Module):
         router: nn.Module | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        path: str = "collective",
     ):
         super().__init__()
         check_config(config)
@@ -58,7 +60,7 @@ class MoE(nn.Module):
         elif not isinstance(router, nn.Module):
             fail_type("router", type(router).__name__, "must be an nn.Module", "Derive it from torch.nn.Module.")
         self.router = router
-        self.experts = Experts(config, group, device, dtype)
+        self.experts = Experts(config, group, device, dtype, path)
         self.shared_experts = SharedExperts(config, device, dtype) if config.shared_intermediate_size else None
 
     def reset_parameters(self) -> None:
@@ -66,6 +68,10 @@ class MoE(nn.Module):
         for module in self.children():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
+
+    def close(self) -> None:
+        """Gives back the memory that ranks share with ``path="staged"``, on all of them. The layer is then done."""
+        self.experts.close()
 
     def forward(self, hidden_states: torch.Tensor, token_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Applies the layer.
