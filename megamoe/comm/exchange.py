@@ -97,6 +97,12 @@ class Exchange(ABC):
     def return_weights(self, row_weights: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """``[T, K]`` of ``[P]``; zero for slots without an expert."""
 
+    def return_rows_and_weights(
+        self, rows: torch.Tensor, row_weights: torch.Tensor, handle: DispatchHandle, out_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``return_rows`` and ``return_weights``, for transports that can do both in one movement."""
+        return self.return_rows(rows, handle, out_dtype), self.return_weights(row_weights, handle)
+
     def plan_like(self, routing: Routing, new_size: Callable[[], int]) -> DispatchHandle:
         """A handle of empty tensors with the shapes and dtypes of ``plan(routing)``: no data, no communication.
 
@@ -140,12 +146,11 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_rows, grad_row_weights):
         # Which gradients are needed follows from the model alone, never from data: all ranks agree on the collectives.
-        handle = _saved_handle(ctx)
-        grad_tokens = grad_weights = None
-        if ctx.needs_input_grad[0]:
-            grad_tokens = ctx.exchange.return_rows(grad_rows, handle, ctx.token_dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weights = ctx.exchange.return_weights(grad_row_weights, handle).to(ctx.weight_dtype)
+        needed = ctx.needs_input_grad[:2]
+        grad_tokens, grad_weights = exchange_ops.return_gradients(
+            ctx.exchange, grad_rows, grad_row_weights, _saved_handle(ctx), ctx.token_dtype, needed
+        )
+        grad_weights = None if grad_weights is None else grad_weights.to(ctx.weight_dtype)
         return grad_tokens, grad_weights, None, None, None
 
 

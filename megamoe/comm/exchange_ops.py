@@ -9,6 +9,7 @@ reorder them, and all ranks run their collectives in the same order. Sizes that 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -55,6 +56,21 @@ def find(name: str) -> Any:
             )
         _by_name[name] = exchange
     return exchange
+
+
+def return_gradients(
+    exchange: Any,
+    grad_rows: torch.Tensor,
+    grad_row_weights: torch.Tensor,
+    handle: Any,
+    token_dtype: torch.dtype,
+    needed: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of tokens and of routing weights, None where not ``needed``."""
+    if all(needed):
+        return exchange.return_rows_and_weights(grad_rows, grad_row_weights, handle, token_dtype)
+    tokens = exchange.return_rows(grad_rows, handle, token_dtype) if needed[0] else None
+    return tokens, exchange.return_weights(grad_row_weights, handle) if needed[1] else None
 
 
 # ---------------------------------------------------------------- operators
@@ -109,12 +125,9 @@ def dispatch_backward(
     """Those of the gradients of tokens and routing weights that are ``needed``."""
     transport = find(exchange)
     plan_handle = transport.handle_type(*handle)
-    grads = []
-    if needed[0]:
-        grads.append(transport.return_rows(grad_rows, plan_handle, token_dtype))
-    if needed[1]:
-        grads.append(transport.return_weights(grad_row_weights, plan_handle).to(weight_dtype))
-    return grads
+    grads = return_gradients(transport, grad_rows, grad_row_weights, plan_handle, token_dtype, needed)
+    dtypes = token_dtype, weight_dtype
+    return [grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True) if grad is not None]
 
 
 @dispatch_backward.register_fake

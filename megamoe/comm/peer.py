@@ -144,6 +144,17 @@ class PeerExchange(Exchange):
         self._combine(None, row_weights.float().contiguous(), handle, None, out)
         return out.to(row_weights.dtype)
 
+    def return_rows_and_weights(
+        self, rows: torch.Tensor, row_weights: torch.Tensor, handle: PeerHandle, out_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_handle(handle)
+        self._check_rows("rows", rows)
+        tokens = handle.topk_index.shape[0]
+        out = rows.new_empty(tokens, self.memory_plan.hidden_size, dtype=out_dtype)
+        out_weights = torch.empty(handle.topk_index.shape, dtype=torch.float32, device=rows.device)
+        self._combine(rows.contiguous(), row_weights.float().contiguous(), handle, out, out_weights)
+        return out, out_weights.to(row_weights.dtype)
+
     # ------------------------------------------------------------ for torch.compile
 
     def plan_like(self, routing: Routing, new_size: Callable[[], int]) -> PeerHandle:
