@@ -54,6 +54,20 @@ def _ranks(RANKS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
+def _of_lane_0(condition):
+    """One lane's answer for its warp: lanes that load the same flag at once might still see different values."""
+    answer = tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
+        "=r,r",
+        [condition.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return answer != 0
+
+
+@triton.jit
 def report(error, PHASE: tl.constexpr, first, second, third):
     """Sets the error word, unless it is set."""
     # No barrier is in here: of a program's warps only some may have come.
@@ -76,15 +90,15 @@ def wait_all(flags, KIND: tl.constexpr, epoch, error, budget_ns, RANKS: tl.const
     rank = _ranks(RANKS, LANES)
     pointers = flags + KIND * KIND_WORDS + rank * LINE_WORDS
     seen = _load_acquire(pointers)
-    if tl.min(seen, 0) < epoch:
+    # The lanes of a warp never part: they shuffle in here.
+    if _of_lane_0(tl.min(seen, 0) < epoch):
         start = tl.min(_now(seen), 0)
-        # Conditions are reductions, the same for all lanes of a warp: its lanes never part.
         budget = tl.where(tl.max(_load_acquire(error + rank * 0), 0) == 0, budget_ns, 0)
         waited = start * 0
-        while (tl.min(seen, 0) < epoch) & (waited <= budget):
+        while _of_lane_0((tl.min(seen, 0) < epoch) & (waited <= budget)):
             seen = _load_acquire(pointers)
             waited = tl.max(_now(seen), 0) - start
-        if tl.min(seen, 0) < epoch:
+        if _of_lane_0(tl.min(seen, 0) < epoch):
             late = tl.min(tl.where(seen < epoch, rank, RANKS), 0)
             at_most = tl.min(tl.where(rank == late, seen, epoch), 0)
             report(error, KIND + 1, late, epoch, at_most)

@@ -131,9 +131,9 @@ DISPATCH_BUGS = [
     Bug(
         "waits for one rank only",
         ONE_FP8,
-        "if tl.min(seen, 0) < epoch:\n        start",
-        "if tl.max(seen, 0) < epoch:\n        start",
-        also=(("while (tl.min(seen, 0) < epoch)", "while (tl.max(seen, 0) < epoch)"),),
+        "if _of_lane_0(tl.min(seen, 0) < epoch):\n        start",
+        "if _of_lane_0(tl.max(seen, 0) < epoch):\n        start",
+        also=(("while _of_lane_0((tl.min(seen, 0) < epoch)", "while _of_lane_0((tl.max(seen, 0) < epoch)"),),
     ),
     Bug(
         "flag of another rank",

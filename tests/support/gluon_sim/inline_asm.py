@@ -136,6 +136,12 @@ def _globaltimer(like):
     return Tensor(torch.full(unwrap(like).v.shape, simulation.nanoseconds, dtype=torch.int64))
 
 
+@asm(r"^shfl\.sync\.idx\.b32 \$0, \$1, 0, 31, 0xffffffff;$")
+def _broadcast(x):
+    """A partition acts as one here."""
+    return x
+
+
 @asm(r"atom\.relaxed\.gpu\.global\.cas\.b64 old, \[\$1\], 0, \$2; setp\.eq\.u64 p, old, 0;\s+@p st\.relaxed")
 def _first_report(pointer, first, *rest):
     """Words that are written by whoever finds the first one to be 0."""
