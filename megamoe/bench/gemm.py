@@ -8,17 +8,22 @@ from __future__ import annotations
 import csv
 import importlib
 import math
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from megamoe.bench.gemm_cases import GROUPS, GemmCase, Problem, cases
+from megamoe.bench import gemm_cases, wgrad_cases
+from megamoe.bench.gemm_cases import GemmCase, Problem
 from megamoe.bench.timing import check_gpu, host_microseconds, interleaved
+from megamoe.bench.wgrad_cases import WgradCase, WgradProblem
 from megamoe.errors import check_choice
-from megamoe.kernels import gemm_ops, tiles
+
+GROUPS = (*gemm_cases.GROUPS, *wgrad_cases.GROUPS)
+
+Case = GemmCase | WgradCase
 
 DENSE_TFLOPS = {"fp8": 1979.0, "bf16": 989.0}
 DRAM_BYTES_PER_US = 4.3e6
@@ -29,6 +34,15 @@ FUSED_ERROR_LIMIT = 3e-2
 """Of a row. A code that rounds the other way moves by a step of e4m3."""
 
 
+def cases(groups: list[str]) -> list[Case]:
+    """The benchmark's problems by group name."""
+    return [*gemm_cases.cases(groups), *wgrad_cases.cases(groups)]
+
+
+def _problem(case: Case, peer: object | None) -> Problem | WgradProblem:
+    return WgradProblem(case, peer) if isinstance(case, WgradCase) else Problem(case, peer)
+
+
 def deep_gemm() -> object | None:
     """The installed DeepGEMM, or None."""
     try:
@@ -37,10 +51,10 @@ def deep_gemm() -> object | None:
         return None
 
 
-def _checked(name: str, problem: Problem, calls: list, out: torch.Tensor | None) -> None:
+def _checked(name: str, problem: Problem | WgradProblem, calls: list, out: torch.Tensor | None) -> None:
     """Runs the first call, into ``out`` poisoned, or where it returns a new result."""
     if out is not None:
-        out.fill_(float("nan"))
+        problem.poison(out)
     result = calls[0]()
     torch.cuda.synchronize()
     _require(name, problem, problem.check(result if out is None else out), ERROR_LIMIT)
@@ -56,49 +70,50 @@ def _checked_swiglu(problem: Problem) -> list:
     return calls
 
 
-def _require(name: str, problem: Problem, error: float, limit: float) -> None:
+def _require(name: str, problem: Problem | WgradProblem, error: float, limit: float) -> None:
     if not error < limit:
         raise RuntimeError(f"{problem.case.label}: {name} has relative error {error}")
 
 
-def measure(case: GemmCase, peer: object | None, rounds: int) -> dict[str, float]:
+def measure(case: Case, peer: object | None, rounds: int) -> dict[str, float]:
     """Median microseconds by contender."""
-    problem = Problem(case, peer)
+    problem = _problem(case, peer)
     candidates = {"megamoe": problem.ours()}
     _checked("megamoe", problem, candidates["megamoe"], problem.outs[0])
     if case.family == "swiglu":
         candidates["fused"] = _checked_swiglu(problem)
-    if peer is not None:
+    if case.family == "wgrad fp8":
+        bf16 = WgradProblem(replace(case, family="wgrad fp32"), None)
+        candidates["bf16"] = bf16.ours()
+        _checked("bf16", bf16, candidates["bf16"], bf16.outs[0])
+    # DeepGEMM adds weight gradients to fp32, torch stores them in BF16.
+    if peer is not None and case.family != "wgrad":
         candidates["deep_gemm"] = problem.deep_gemm()
         _checked("deep_gemm", problem, candidates["deep_gemm"], problem.outs[1])
-    if case.family.startswith("bf16") and hasattr(torch.nn.functional, "grouped_mm"):
+    if case.family in ("bf16", "bf16 nn", "wgrad") and hasattr(torch.nn.functional, "grouped_mm"):
         candidates["grouped_mm"] = problem.grouped_mm()
         _checked("grouped_mm", problem, candidates["grouped_mm"], None)
     return interleaved(candidates, rounds)
 
 
-def sweep(case: GemmCase, rounds: int) -> dict[str, float]:
+def sweep(case: Case, rounds: int) -> dict[str, float]:
     """Median microseconds of every legal tile, the chosen one under "chosen"."""
-    problem = Problem(case, None)
-    a = problem.a if problem.is_bf16 else problem.a.codes
-    sizes = gemm_ops.problem_of(problem.rows, a, len(case.counts), case.n, False)
-    dtype = "bf16" if problem.is_bf16 else "fp8"
-    chosen = tiles.choose_tile(sizes, dtype)
+    problem = _problem(case, None)
+    chosen, tiles = problem.tiles()
     candidates = {}
-    for tile in tiles.legal_tiles(sizes, dtype):
+    for tile in tiles:
         name = "x".join(str(int(field)) for field in astuple(tile))
         candidates["chosen" if tile == chosen else name] = problem.ours(tile)
         _checked(name, problem, problem.ours(tile), problem.outs[0])
     return interleaved(candidates, rounds)
 
 
-def roofline_us(case: GemmCase) -> float:
+def roofline_us(case: Case) -> float:
     """Microseconds of the bound, arithmetic or memory."""
-    peak = DENSE_TFLOPS["bf16" if case.family.startswith("bf16") else "fp8"]
-    return max(case.flops / (peak * 1e6), case.bytes / DRAM_BYTES_PER_US)
+    return max(case.flops / (DENSE_TFLOPS[case.dtype] * 1e6), case.bytes / DRAM_BYTES_PER_US)
 
 
-def row_of(case: GemmCase, times: dict[str, float]) -> dict[str, object]:
+def row_of(case: Case, times: dict[str, float]) -> dict[str, object]:
     """One row of the table: times, ratios and rates."""
     ours = times["megamoe"]
     row: dict[str, object] = {"case": case.label, "megamoe_us": round(ours, 2)}

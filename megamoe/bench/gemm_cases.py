@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megamoe.kernels import gemm, gemm_swiglu, reference, reference_gemm
+from megamoe.kernels import gemm, gemm_ops, gemm_swiglu, reference, reference_gemm
 from megamoe.kernels.layout import align_up
 from megamoe.kernels.quant import dequantize, quantize_blockwise, quantize_rowwise
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.kernels.scales import to_mn_major
-from megamoe.kernels.tiles import Tile
+from megamoe.kernels.tiles import Tile, choose_tile, legal_tiles
 from megamoe.types import Fp8Tensor
 
 DEVICE = "cuda"
@@ -42,13 +42,18 @@ class GemmCase:
         return f"{self.family} E={len(self.counts)} {rows} N={self.n} K={self.k}"
 
     @property
+    def dtype(self) -> str:
+        """Of the operands, as tiles name it."""
+        return "bf16" if self.family.startswith("bf16") else "fp8"
+
+    @property
     def flops(self) -> float:
         return 2.0 * sum(self.counts) * self.n * self.k
 
     @property
     def bytes(self) -> float:
         """Each operand and the result once."""
-        size = 2 if self.family.startswith("bf16") else 1
+        size = 2 if self.dtype == "bf16" else 1
         used = sum(count > 0 for count in self.counts)
         return size * (used * self.n * self.k + sum(self.counts) * self.k) + 2.0 * sum(self.counts) * self.n
 
@@ -88,13 +93,14 @@ def cases(groups: list[str]) -> list[GemmCase]:
 GROUPS = ("fp8", "skewed", "few", "swiglu", "bf16", "bf16-nn", "masked", "dense")
 
 
-def _worst_row(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def worst_row(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The largest relative error of a row."""
     # By row: in the whole's norm a row of small values, one with a small routing weight say, may be wrong unseen.
     difference = torch.linalg.vector_norm(actual.double() - expected.double(), dim=1)
     return (difference / torch.linalg.vector_norm(expected.double(), dim=1).clamp_min(1e-300)).max()
 
 
-def _largest(errors: list[torch.Tensor]) -> float:
+def largest(errors: list[torch.Tensor]) -> float:
     """NaN if one is NaN."""
     return torch.stack(errors).max().item()
 
@@ -104,7 +110,7 @@ class Problem:
 
     def __init__(self, case: GemmCase, peer: object | None):
         self.case, self.peer = case, peer
-        self.is_bf16 = case.family.startswith("bf16")
+        self.is_bf16 = case.dtype == "bf16"
         self.masked = case.family == "masked"
         experts = len(case.counts)
         self.max_rows = align_up(max(case.counts))
@@ -159,6 +165,17 @@ class Problem:
         else:
             self.rows = RowGroups.contiguous(ids)
 
+    def tiles(self) -> tuple[Tile, list[Tile]]:
+        """The tile that is chosen, and every legal one."""
+        a = self.a if self.is_bf16 else self.a.codes
+        sizes = gemm_ops.problem_of(self.rows, a, len(self.case.counts), self.case.n, False)
+        return choose_tile(sizes, self.case.dtype), legal_tiles(sizes, self.case.dtype)
+
+    @staticmethod
+    def poison(out: torch.Tensor) -> None:
+        """Before a checked call."""
+        out.fill_(float("nan"))
+
     def _checked_spans(self) -> list[tuple[int, slice]]:
         experts = sorted({0, len(self.spans) // 2, len(self.spans) - 1})
         return [
@@ -178,8 +195,8 @@ class Problem:
                 codes, scales = self.a.codes.reshape(-1, case.k), self.a.scales
                 scales = scales.reshape(-1, scales.shape[-1])
                 expected = reference_gemm.product(codes[span], scales[span], b.codes[expert], b.scales[expert], False)
-            errors.append(_worst_row(out[span], expected))
-        return _largest(errors)
+            errors.append(worst_row(out[span], expected))
+        return largest(errors)
 
     # ------------------------------------------------------------ calls
 
@@ -222,8 +239,8 @@ class Problem:
             act = reference.activate(pre, "swiglu", None) * self.row_weights[span, None]
             expected = dequantize(reference.quantize(act, (1, 128)))
             actual = dequantize(Fp8Tensor(out.codes[span], out.scales[span], out.block))
-            errors.append(_worst_row(actual, expected))
-        return _largest(errors)
+            errors.append(worst_row(actual, expected))
+        return largest(errors)
 
     def deep_gemm(self) -> list[Callable[[], object]]:
         """DeepGEMM's kernel for the same problem."""

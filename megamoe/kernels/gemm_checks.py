@@ -134,6 +134,53 @@ def check_bf16_operands(a: torch.Tensor, b: torch.Tensor, rows: RowGroups | None
     _check_rows_16_bytes("b", b)
 
 
+def check_k_groups(rows: Any) -> None:
+    """``rows`` tells where each expert's rows end."""
+    check_groups(rows)
+    if rows.kind != "psum":
+        fail_value("rows.kind", rows.kind, "must be 'psum' to sum over the rows", "Make it with RowGroups.psum.")
+
+
+def _check_columns(argument: str, tensor: torch.Tensor) -> None:
+    if tensor.shape[1] % 8:
+        fail_value(
+            f"{argument}.shape[1]",
+            tensor.shape[1],
+            "must be a multiple of 8",
+            "Pad it with zero columns: they give zeros.",
+        )
+
+
+def check_k_bf16_operands(a: torch.Tensor, b: torch.Tensor, rows: RowGroups) -> None:
+    """``a [P, M]`` and ``b [P, N]`` of a BF16 product summed over the rows."""
+    check_tensor("a", a, (None, None), (torch.bfloat16,))
+    check_tensor("b", b, (a.shape[0], None), (torch.bfloat16,), a.device)
+    check_tensor("rows.index", rows.index, (None,), (torch.int32,), a.device)
+    for argument, tensor in (("a", a), ("b", b)):
+        _check_columns(argument, tensor)
+        _check_rows_16_bytes(argument, tensor)
+
+
+def check_k_fp8_operands(a: Fp8Tensor, b: Fp8Tensor, rows: RowGroups) -> None:
+    """``a [P, M]`` and ``b [P, N]`` of an FP8 product summed over the rows, codes dense along either dimension."""
+    check_fp8("a", a, 2, (ALIGN, 1))
+    check_fp8("b", b, 2, (ALIGN, 1))
+    num_rows = a.codes.shape[0]
+    check_tensor("b.codes", b.codes, (num_rows, None), None, a.codes.device)
+    check_tensor("rows.index", rows.index, (None,), (torch.int32,), a.codes.device)
+    if num_rows % 16:
+        fail_value(
+            "a.codes.shape[0]", num_rows, "must be a multiple of 16", "Pad both operands with rows of no expert."
+        )
+    for argument, x in (("a", a), ("b", b)):
+        _check_columns(f"{argument}.codes", x.codes)
+        if not (x.codes.is_contiguous() or x.codes.t().is_contiguous()):
+            strides = tuple(x.codes.stride())
+            fail_value(f"{argument}.codes.stride()", strides, "must be dense along rows or columns", "Copy them.")
+        _check_aligned(f"{argument}.codes", x.codes)
+        _check_rows_16_bytes(f"{argument}.scales", x.scales)
+
+
 def check_out_dtype(out_dtype: torch.dtype) -> None:
     """Results are bf16 or fp32."""
     if out_dtype not in OUT_DTYPES:

@@ -26,7 +26,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from megamoe.kernels import offline_gemm, offline_quant
+from megamoe.kernels import offline_exchange, offline_gemm, offline_gemm_k, offline_quant
 from megamoe.kernels.gluon import pieces
 
 SHARED_MEMORY_LIMIT = 227 * 1024
@@ -34,7 +34,7 @@ SHARED_MEMORY_LIMIT = 227 * 1024
 
 ARCHITECTURES = {"sm_90a": 90}
 
-Variant = offline_quant.Variant | offline_gemm.Launch
+Variant = offline_quant.Variant | offline_gemm.Launch | offline_exchange.Movement
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,12 @@ class _NoDevice:
 def variants() -> tuple[Variant, ...]:
     """Every kernel in the forms that launchers ask for."""
     # The longest come first, so that the processes end together.
-    return (*offline_gemm.launches(), *offline_quant.variants())
+    return (
+        *offline_gemm.launches(),
+        *offline_gemm_k.launches(),
+        *offline_exchange.movements(),
+        *offline_quant.variants(),
+    )
 
 
 def _allowed(variant: Variant) -> int:

@@ -27,6 +27,11 @@ def _kernels_have_it(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype == torch.bfloat16 and gemm_ops.runs_kernels(a) and _torch_has_it(a, b)
 
 
+def rounds_results(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether ``grouped_gemm_nt`` and ``_nn`` round to the operands' dtype; the reference leaves its results wide."""
+    return _torch_has_it(a, b)
+
+
 def _group_ends(layout: ExpertLayout) -> torch.Tensor:
     return (layout.starts + (layout.counts + ALIGN - 1) // ALIGN * ALIGN).to(torch.int32)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from megamoe.kernels import reference
-from megamoe.kernels.layout import ALIGN
+from megamoe.kernels.layout import ALIGN, align_up
 from megamoe.kernels.row_groups import RowGroups
-from megamoe.types import Fp8Tensor
+from megamoe.types import ExpertLayout, Fp8Tensor
 
 
 def _spans(rows: RowGroups | None, a: torch.Tensor, experts: int) -> list[tuple[int, int, int]]:
@@ -80,3 +80,40 @@ def gemm(
                 out_scales[expert, first : first + end - start] = quantized.scales
             else:
                 out_scales[span] = quantized.scales
+
+
+# ---------------------------------------------------------------- K-grouped
+
+
+def k_layout(rows: RowGroups, num_rows: int) -> ExpertLayout:
+    """The rows that each expert sums over, cut to the matrix.
+
+    As ``RowGroups.spans`` where ends ascend; else a start depends on nothing but the end before.
+    """
+    ends = rows.index.long().clamp(0, num_rows)
+    starts = torch.cat([ends.new_zeros(min(ends.numel(), 1)), align_up(ends[:-1])])
+    return ExpertLayout((ends - starts).clamp(min=0), starts, num_rows)
+
+
+@torch.no_grad()
+def k_gemm(
+    a: torch.Tensor,
+    a_scales: torch.Tensor | None,
+    b: torch.Tensor,
+    b_scales: torch.Tensor | None,
+    rows: RowGroups,
+    out: torch.Tensor,
+    add: bool,
+) -> None:
+    """Computes into ``out``, or adds to it; arguments as in ``gemm_k_ops.execute``. Waits for the device."""
+    layout = k_layout(rows, a.shape[0])
+    if a_scales is None:
+        result = reference.grouped_gemm_k(a, b, layout)
+    else:
+        block = (ALIGN, 1)
+        result = reference.grouped_gemm_k_fp8(Fp8Tensor(a, a_scales, block), Fp8Tensor(b, b_scales, block), layout)
+    if not add:
+        out.copy_(result)
+        return
+    for expert in layout.counts.nonzero().flatten().tolist():
+        out[expert] += result[expert]

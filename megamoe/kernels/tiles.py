@@ -224,3 +224,39 @@ def cost(tile: Tile, problem: Problem) -> float:
 def choose_tile(problem: Problem, dtype: str = "fp8") -> Tile:
     """The legal tile of the least modelled cost; ties go to the first."""
     return min(legal_tiles(problem, dtype), key=lambda tile: cost(tile, problem))
+
+
+# ---------------------------------------------------------------- K-grouped
+
+
+def k_stage_bytes(dtype: str) -> int:
+    """Shared memory of a stage of the K-grouped kernels: 128 + 256 columns of operands, 128 bytes each, and scales."""
+    return 384 * 128 + (384 * 4 if dtype == "fp8" else 0)
+
+
+def store_columns(stages: int, dtype: str, out_bytes: int) -> int:
+    """Columns of a K-grouped result that are stored at a time; 0 if the stages leave no room for the buffers, two of 64
+    rows for each consumer. At most half of what is stored at once, so that the two take turns.
+    """
+    room = SHARED_MEMORY - RESERVED - stages * k_stage_bytes(dtype)
+    columns = 64 if dtype == "fp8" else 128
+    while columns and 4 * 64 * columns * out_bytes > room:
+        columns //= 2
+    return columns if columns * out_bytes >= 64 else 0
+
+
+def legal_k_tiles(dtype: str) -> list[Tile]:
+    """Tiles of the K-grouped kernels, the preferred one first."""
+    if dtype == "bf16":
+        tiles = [Tile(128, 256, 4, skew=2), Tile(128, 256, 4), Tile(128, 256, 3, skew=1)]
+    else:
+        # FP8 results are stored beside products: with a stage less they leave the registers at once.
+        tiles = [Tile(128, 256, 3), Tile(128, 256, 4)]
+    return tiles + [replace(tiles[0], group_m=group_m) for group_m in (4, 16)]
+
+
+def is_legal_k(tile: Tile, dtype: str, out_bytes: int) -> bool:
+    """Whether a K-grouped kernel can run the tile: one of ``legal_k_tiles``, or with fewer stages or another order."""
+    shape = (tile.block_m, tile.block_n, tile.together, tile.k_blocks, tile.swap) == (128, 256, 1, 1, False)
+    order = tile.group_m >= 1 and 0 <= tile.skew < tile.stages and (dtype == "bf16" or not tile.skew)
+    return shape and order and tile.stages >= 2 and store_columns(tile.stages, dtype, out_bytes) > 0

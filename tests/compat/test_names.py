@@ -37,6 +37,10 @@ SIGNATURES = {
     "m_grouped_bf16_gemm_nt_contiguous": f"{GROUPED_BF16}, expected_m_for_psum_layout=None",
     "m_grouped_bf16_gemm_nn_contiguous": GROUPED_BF16,
     "m_grouped_bf16_gemm_nt_masked": "a, b, d, masked_m, expected_m, compiled_dims='nk'",
+    "k_grouped_fp8_gemm_nt_contiguous": "a, b, d, ks_cpu, grouped_layout, c=None, recipe=(1, 1, 128), "
+    "compiled_dims='mn', use_psum_layout=False",
+    "k_grouped_bf16_gemm_tn_contiguous": "a, b, d, ks_cpu, grouped_layout, c=None, compiled_dims='mn', "
+    "use_psum_layout=False",
     "set_num_sms": "new_num_sms",
     "get_num_sms": "",
     "set_tc_util": "new_tc_util",
@@ -105,8 +109,6 @@ def test_all_names_exist():
     [
         "einsum",
         "fp8_einsum",
-        "k_grouped_bf16_gemm_tn_contiguous",
-        "k_grouped_fp8_gemm_nt_contiguous",
         "k_grouped_fp8_gemm_tn_contiguous",
         "fp8_gemm_nt_skip_head_mid",
         "fp8_mqa_logits",

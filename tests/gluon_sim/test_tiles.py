@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from megamoe.kernels.gluon.spelling import reinterpret, tma_load, tma_store
+from megamoe.kernels.gluon.spelling import reinterpret, tma_add, tma_load, tma_store
 from tests.gluon_sim.schedules import always, always_reports
 from tests.support.gluon_sim import Race, SimError, launch
 
@@ -92,6 +92,47 @@ def test_outside_of_the_tensor_is_zero(row, column):
     assert torch.equal(out, padded[8 + row : 10 + row, 8 + column : 40 + column])
 
 
+@gluon.jit
+def add_box(x_desc, y_desc, row, column, FENCED: gl.constexpr, num_warps: gl.constexpr):
+    buf = gl.allocate_shared_memory(x_desc.dtype, [2, 32], x_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, 256)
+    tma_load(x_desc, [0, 0], bar, buf)
+    mbarrier.wait(bar, 0)
+    values = buf.load(ROWS)
+    buf.store(values + values)
+    if FENCED:
+        fence_async_shared()
+    tma_add(y_desc, [row, column], buf)
+    tma.store_wait(0)
+
+
+@pytest.mark.parametrize("row, column", [(0, 0), (4, 40), (-1, -8), (9, 0)])
+def test_additions_to_the_same_elements(row, column):
+    """All programs' are there, without a race; elements outside of the tensor are left out."""
+
+    def run(policy, seed):
+        x, y = torch.randint(-9, 9, (2, 32)).float(), torch.randint(-9, 9, (5, 48)).float()
+        before = torch.zeros(32, 128)
+        before[8:13, 8:56] = y
+        before[8 + row : 10 + row, 8 + column : 40 + column] += 3 * 2 * x
+        args = (descriptor(x, [2, 32]), descriptor(y, [2, 32]), row, column)
+        launch(add_box, 3, args, dict(FENCED=True, num_warps=4), policy=policy, seed=seed)
+        assert torch.equal(y, before[8:13, 8:56])
+
+    always(run)
+
+
+def test_addition_needs_a_fence_after_generic_stores():
+    def run(policy, seed):
+        x, y = torch.zeros(2, 32), torch.zeros(2, 32)
+        args = (descriptor(x, [2, 32]), descriptor(y, [2, 32]), 0, 0)
+        launch(add_box, 1, args, dict(FENCED=False, num_warps=4), policy=policy, seed=seed)
+
+    always_reports(Race, "TMA add", run)
+
+
 def test_box_and_buffer_differ():
     text = r"box fp32\[1, 128\], buffer fp32\[2, 128\]"
     always_reports(SimError, text, lambda p, s: run_copy_box(p, s, buffer=(2, 128)))
@@ -101,6 +142,12 @@ def test_swizzles_differ():
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     text = "TMA store .*: swizzle_byte_width is 0 in the buffer and 128 in the descriptor"
     always_reports(SimError, text, lambda p, s: run_copy_box(p, s, layout=layout))
+
+
+@pytest.mark.parametrize("row, column", [(1, 2), (0, -1), (-1, 130)])
+def test_box_that_tma_cannot_start_at(row, column):
+    text = f"the box starts at {column}, not at a multiple of 16 bytes"
+    always_reports(SimError, text, lambda p, s: run_copy_box(p, s, row, column))
 
 
 def test_end_without_store_wait():
@@ -120,7 +167,7 @@ def load_line(x_desc, start, slot, BOXES: gl.constexpr, BOX: gl.constexpr, num_w
 @pytest.mark.parametrize(
     "start, slot, box, text",
     [
-        (2, 0, 32, "starts at 2, not at a multiple of 16 bytes"),
+        (2, 0, 32, "the box starts at 2, not at a multiple of 16 bytes"),
         (4, 1, 16, "the buffer starts at byte 64"),
         (4, 3, 32, r"index 3 of p0 smem0\[3, 32\] is out of range 0..2"),
     ],

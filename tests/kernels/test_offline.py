@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton")
 
-from megamoe.kernels import offline, offline_gemm  # noqa: E402
+from megamoe.kernels import offline, offline_gemm, offline_gemm_k  # noqa: E402
 from megamoe.kernels.gluon import launch  # noqa: E402
-from megamoe.kernels.tiles import Problem, legal_tiles  # noqa: E402
+from megamoe.kernels.tiles import Problem, legal_k_tiles, legal_tiles  # noqa: E402
 
 # launch/compile_kernels.sh compiles them all; here one or two of each kernel.
 SOME = {
@@ -21,11 +21,15 @@ SOME = {
     r"^swiglu rowwise, 4 rows, bf16$": 1,
     r"^swiglu backward, 4 rows, bf16$": 1,
     r"^pack UE8M0$": 1,
+    r"^dispatch_kernel, dispatch fp8, decode, 1 of 1$": 1,
+    r"^combine_kernel, combine, prefill, . of 2$": 2,
     r"^fp8 nt 128x256 .* 1 together .* masked swiglu weighted to fp8$": 1,
     r"^fp8 nt 128x256 .* 1 together .* dense to bf16$": 1,
     r"^fp8 nt 16x64 swapped 4 K blocks .* psum to bf16$": 2,
     r"^bf16 nn 128x256 .* psum \+ C to bf16$": 1,
     r"^bf16 nt 128x256 .* psum swiglu to bf16$": 1,
+    r"^bf16 tn 128x256 4 stages skew 2 .* \+ C to fp32$": 1,
+    r"^fp8 tn 128x256 3 stages .* of 8 to bf16$": 1,
 }
 
 
@@ -83,9 +87,20 @@ def test_the_list_has_every_layout_activation_and_tile_for_few_rows():
     assert legal <= listed
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_the_list_has_every_k_grouped_tile_and_result(dtype):
+    kernel = f"k_grouped_{dtype}_gemm_kernel"
+    found = [each for each in offline_gemm_k.launches() if each.kernel.fn.__name__ == kernel]
+    assert len({each.key for each in found}) == len(found)
+    tiles = {(each.constants["STAGES"], each.constants.get("SKEW", 0)) for each in found}
+    assert tiles == {(tile.stages, tile.skew) for tile in legal_k_tiles(dtype)}
+    results = {(each.arguments["d_desc"].base.dtype, each.constants["ADD"]) for each in found}
+    assert len(results) == 4
+
+
 def test_launchers_name_arguments_in_the_kernels_order():
     # They are passed by position.
-    for found in offline_gemm.launches():
+    for found in (*offline_gemm.launches(), *offline_gemm_k.launches()):
         assert list(found.arguments) == [name for name in found.kernel.arg_names if name != "num_warps"], found.name
 
 

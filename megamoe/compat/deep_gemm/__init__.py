@@ -31,6 +31,7 @@ from megamoe.compat.deep_gemm.grouped import (
     m_grouped_fp8_fp4_gemm_nt_contiguous,
     m_grouped_fp8_fp4_gemm_nt_masked,
 )
+from megamoe.compat.deep_gemm.k_grouped import k_grouped_bf16_gemm_tn_contiguous, k_grouped_fp8_gemm_nt_contiguous
 from megamoe.compat.deep_gemm.mega import transform_weights_for_mega_moe
 from megamoe.compat.deep_gemm.missing import GEMMS, MEGA, missing
 from megamoe.compat.deep_gemm.runtime import (
@@ -112,6 +113,8 @@ __all__ = [
     "get_theoretical_mk_alignment_for_contiguous_layout",
     "get_tma_aligned_size",
     "init_dist",
+    "k_grouped_bf16_gemm_tn_contiguous",
+    "k_grouped_fp8_gemm_nt_contiguous",
     "legacy",
     "m_grouped_bf16_gemm_nn_contiguous",
     "m_grouped_bf16_gemm_nt_contiguous",

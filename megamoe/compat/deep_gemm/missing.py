@@ -16,8 +16,6 @@ GEMMS = (
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
     "get_paged_mqa_logits_metadata",
-    "k_grouped_bf16_gemm_tn_contiguous",
-    "k_grouped_fp8_gemm_nt_contiguous",
     "k_grouped_fp8_gemm_tn_contiguous",
     "tf32_hc_prenorm_gemm",
 )

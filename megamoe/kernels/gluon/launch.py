@@ -11,9 +11,9 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from megamoe.kernels.gluon import bf16, fp8, pieces, schedule, skinny
+from megamoe.kernels.gluon import bf16, fp8, k_bf16, k_fp8, pieces, schedule, skinny
 from megamoe.kernels.gluon.repeat import repeated
-from megamoe.kernels.tiles import Tile
+from megamoe.kernels.tiles import Tile, store_columns
 
 KINDS = {"dense": schedule.DENSE, "contiguous": schedule.CONTIGUOUS, "psum": schedule.PSUM, "masked": schedule.MASKED}
 
@@ -147,7 +147,11 @@ def gemm(
         The launch, to be repeated while the tensors lie where they are.
     """
     kernel, arguments = arguments_of(kind, x, tile, activation=activation, clamp=clamp, transposed_b=transposed_b)
-    device = x.a.device.index
+    return _launched(kernel, arguments, x.a.device.index, sms)
+
+
+def _launched(kernel: Any, arguments: dict[str, Any], device: int, sms: int) -> Callable[[], None]:
+    """Launches the kernel with ``sms`` programs; returns the launch."""
     with torch.cuda.device(device):
         compiled = _compiled(kernel, arguments, device)
         # In the kernel's order, compile-time values and all; num_warps is the last of them.
@@ -303,3 +307,82 @@ def _bf16_arguments(
         OUT=pieces.FP32 if x.out.dtype == torch.float32 else pieces.BF16,
         TRANSPOSED_B=transposed_b,
     )
+
+
+# ---------------------------------------------------------------- K-grouped
+
+
+@dataclass(frozen=True)
+class KOperands:
+    """The tensors of one K-grouped GEMM; see ``gemm_k`` for their meaning.
+
+    Attributes:
+        a: BF16 ``[rows, M]``, or e4m3 codes ``[rows, M]`` dense along the rows. a_scales: ``[rows / 128, M]`` or None.
+        b, b_scales: the same with N columns.
+        out: ``[e, M, N]``. add: the sums are added to it.
+        ends: int32 ``[e]``.
+    """
+
+    a: torch.Tensor
+    a_scales: torch.Tensor | None
+    b: torch.Tensor
+    b_scales: torch.Tensor | None
+    out: torch.Tensor
+    add: bool
+    ends: torch.Tensor
+
+
+def k_gemm(x: KOperands, tile: Tile, sms: int) -> Callable[[], None]:
+    """Computes into ``x.out``. Nothing is checked here; ``gemm_k`` does. Returns the launch, as ``gemm``."""
+    kernel, arguments = k_arguments_of(x, tile)
+    return _launched(kernel, arguments, x.a.device.index, sms)
+
+
+def _two_row_dimensions(x: torch.Tensor, columns: int) -> TensorDescriptor:
+    """Map of ``x [rows, C]`` whose element (q, r, c) is ``x[q + r, c]``, r < 64; boxes of 64 rows."""
+    rows, width = x.shape
+    box = (1, 64, columns)
+    return TensorDescriptor(x, [rows, 64, width], [width, width, 1], list(box), box_layout(box, x.dtype))
+
+
+def _codes_by_sixteens(x: torch.Tensor, columns: int) -> TensorDescriptor:
+    """Map of ``x [rows, C]``, dense along the rows, whose element (c, q, r) is ``x[16 q + r, c]``, r < 128."""
+    rows, width = x.shape
+    box = (columns, 1, 128)
+    return TensorDescriptor(x, [width, rows // 16, 128], [rows, 16, 1], list(box), box_layout(box, x.dtype))
+
+
+def k_arguments_of(x: KOperands, tile: Tile) -> tuple[Any, dict[str, Any]]:
+    """The K-grouped kernel and its arguments by name, without ``num_warps``."""
+    fp8_operands = x.a_scales is not None
+    columns = store_columns(tile.stages, "fp8" if fp8_operands else "bf16", x.out.element_size())
+    common = dict(
+        d_desc=descriptor(x.out, (1, 64, columns)),
+        index=x.ends,
+        num_rows=x.a.shape[0],
+        num_experts=x.out.shape[0],
+        m=x.out.shape[1],
+        n=x.out.shape[2],
+        STAGES=tile.stages,
+        GROUP_M=tile.group_m,
+    )
+    if fp8_operands:
+        kernel = k_fp8.k_grouped_fp8_gemm_kernel
+        arguments = dict(
+            a_desc=_codes_by_sixteens(x.a, 128),
+            b_desc=_codes_by_sixteens(x.b, 256),
+            sfa_desc=descriptor(x.a_scales, (1, 128), SCALES_LAYOUT),
+            sfb_desc=descriptor(x.b_scales, (1, 256), SCALES_LAYOUT),
+            **common,
+            ADD=x.add,
+        )
+    else:
+        kernel = k_bf16.k_grouped_bf16_gemm_kernel
+        arguments = dict(
+            a_desc=_two_row_dimensions(x.a, 64),
+            b_desc=_two_row_dimensions(x.b, 256),
+            **common,
+            SKEW=tile.skew,
+            ADD=x.add,
+        )
+    return kernel, arguments

@@ -3,8 +3,10 @@
 Pass the byte count of ``mbarrier.expect`` by position: the keyword's name differs too.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # 3.8 renamed the tile copies; 3.9 keeps the old names only to raise.
@@ -13,6 +15,18 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 """``tma_store(descriptor, coordinates, buffer)``: start a TMA copy from shared to global memory."""
+
+
+@builtin
+def _tma_add(descriptor, coordinates, buffer, _semantic=None):
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(add, descriptor.handle, coordinates, buffer.handle)
+
+
+# Before 3.8 only the compiler's own language has it.
+tma_add = getattr(tma, "async_atomic_add", None) or _tma_add
+"""``tma_add(descriptor, coordinates, buffer)``: start to add shared memory to global memory, element by element."""
 
 # 3.7 renamed it.
 cta_barrier = getattr(gl, "barrier", None) or gl.thread_barrier

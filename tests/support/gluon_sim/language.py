@@ -12,6 +12,8 @@ import triton.language as real_tl
 from triton.experimental.gluon import language as real_gl
 from triton.experimental.gluon.language.nvidia import hopper as real_hopper
 
+from megamoe.kernels.gluon import spelling
+
 from . import wgmma
 from .barriers import MBarrierModule, fence_async_shared, thread_barrier
 from .errors import SimError, Unsupported
@@ -152,4 +154,5 @@ FUNCTIONS = [
     (real_hopper.warpgroup_mma, wgmma.warpgroup_mma),
     (real_hopper.warpgroup_mma_init, wgmma.warpgroup_mma_init),
     (real_hopper.warpgroup_mma_wait, wgmma.warpgroup_mma_wait),
+    (spelling.tma_add, TmaModule.async_atomic_add),
 ]

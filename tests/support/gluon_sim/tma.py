@@ -1,9 +1,9 @@
 """TMA copies of tiles, and wgmma: operations of engines that run at any later time.
 
 A load completes on an mbarrier with the bytes of the whole box, also where the box leaves the tensor: those elements
-are zero. A store is two operations, the read of shared memory and the write of global memory, which leaves out what is
-outside of the tensor. ``store_wait`` waits for the reads only, unless told otherwise; a partition must have waited for
-the reads of its stores when it ends.
+are zero. A store, or an addition, is two operations, the read of shared memory and the write of global memory, which
+leaves out what is outside of the tensor. ``store_wait`` waits for the reads only, unless told otherwise; a partition
+must have waited for the reads of its stores when it ends.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Descriptor:
             mine, other = getattr(unwrap(self.layout), field, None), getattr(unwrap(buffer.layout), field, None)
             if mine is not None and other is not None and mine != other:
                 raise SimError(f"{who}: {field} is {other} in the buffer and {mine} in the descriptor")
-        if self.rank == 1 and coordinates[0] * self.size % 16:
-            raise SimError(f"{who}: a one-dimensional box starts at {coordinates[0]}, not at a multiple of 16 bytes")
+        if coordinates[-1] * self.size % 16:
+            raise SimError(f"{who}: the box starts at {coordinates[-1]}, not at a multiple of 16 bytes")
         if buffer.view.storage_offset() * self.size % 128:
             raise SimError(
                 f"{who}: the buffer starts at byte {buffer.view.storage_offset() * self.size}, not at a multiple of 128"
@@ -79,6 +79,34 @@ class PendingStore:
 def _bits(t: torch.Tensor) -> torch.Tensor:
     """Bytes as such: torch cannot index 8-bit floats."""
     return t.view(torch.uint8) if t.element_size() == 1 else t
+
+
+def _store(tensor_desc: Descriptor, coord, src: Buffer, add: bool) -> None:
+    """Starts a store, or the addition of each element to global memory, rounded to its type."""
+    me = step()
+    coordinates = [int(unwrap(c)) for c in coord]
+    who = here(f"TMA {'add' if add else 'store'} {coordinates}")
+    tensor_desc.check(src, coordinates, who)
+    read_clock, write_clock, box = me.lane(), me.lane(), []
+
+    def read():
+        src.allocation.access(src.view, read_clock, False, True, who)
+        box.append(_bits(src.view.clone()))
+
+    def write():
+        region, index, inside = tensor_desc.elements(coordinates, who)
+        if region is None:
+            return
+        memory, size = running().memory, tensor_desc.size
+        kind = "atomic" if add else "plain"
+        memory.track(region, index, size, write_clock, True, who, kind, engine_of=me.program)
+        elements = region.as_type(box[0].dtype)
+        elements[index] = elements[index] + box[0][inside] if add else box[0][inside]
+        memory.changed(region.start + int(index.min()) * size, region.start + (int(index.max()) + 1) * size)
+
+    reading = running().scheduler.event(who + " read", read)
+    writing = running().scheduler.event(who + " write", write, [reading])
+    me.stores.append(PendingStore(reading, read_clock, writing, write_clock))
 
 
 class TmaModule:
@@ -118,28 +146,11 @@ class TmaModule:
 
     @staticmethod
     def async_store(tensor_desc, coord, src):
-        me = step()
-        coordinates = [int(unwrap(c)) for c in coord]
-        who = here(f"TMA store {coordinates}")
-        tensor_desc.check(src, coordinates, who)
-        read_clock, write_clock, box = me.lane(), me.lane(), []
+        _store(tensor_desc, coord, src, add=False)
 
-        def read():
-            src.allocation.access(src.view, read_clock, False, True, who)
-            box.append(_bits(src.view.clone()))
-
-        def write():
-            region, index, inside = tensor_desc.elements(coordinates, who)
-            if region is None:
-                return
-            memory, size = running().memory, tensor_desc.size
-            memory.track(region, index, size, write_clock, True, who, engine_of=me.program)
-            region.as_type(box[0].dtype)[index] = box[0][inside]
-            memory.changed(region.start + int(index.min()) * size, region.start + (int(index.max()) + 1) * size)
-
-        reading = running().scheduler.event(who + " read", read)
-        writing = running().scheduler.event(who + " write", write, [reading])
-        me.stores.append(PendingStore(reading, read_clock, writing, write_clock))
+    @staticmethod
+    def async_atomic_add(tensor_desc, coord, src):
+        _store(tensor_desc, coord, src, add=True)
 
     # Their names before triton 3.8.
     async_copy_global_to_shared, async_copy_shared_to_global = async_load, async_store

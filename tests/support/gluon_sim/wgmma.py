@@ -27,6 +27,7 @@ class Accumulator:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __getitem__ = _use
     to = reshape = permute = split = _use
+    type = property(_use)
 
 
 def warpgroup_mma_init(value):

@@ -1,0 +1,177 @@
+"""BF16 K-grouped GEMM for Hopper: weight gradients, tile 128 x 256. Device code.
+
+D[e] = A_e^T B_e or D[e] += A_e^T B_e over the rows of expert e; A [rows, M] and B [rows, N] are read as they lie, which
+the tensor cores can. Roles as in ``bf16``; a step takes 64 rows.
+
+Rows past an expert's last one must not count, whatever they hold. Their maps have two dimensions of rows with the same
+stride, so element (q, r) is row q + r, and r < 64. A box from (q, 0) has 64 rows; one from (q, left - 64) has 64 - left
+rows with r < 0, which are outside of the tensor and hence zeros, and then ``left`` rows from row q on. A's rows and B's
+shift alike, so their order does not matter. An expert without rows has one such step, of zeros only.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from megamoe.kernels.gluon import k_pieces, k_schedule, pieces, schedule
+from megamoe.kernels.gluon.spelling import tma_load
+
+
+@gluon.jit
+def load_tiles(
+    a_desc,
+    b_desc,
+    bars,
+    bufs,
+    index,
+    num_rows,
+    num_experts,
+    m,
+    n,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    ADD: gl.constexpr,
+):
+    """The loader."""
+    full, empty, lead = bars
+    a_bufs, b_bufs, notes = bufs
+    num_m = (m + 127) // 128
+    num_n = (n + 255) // 256
+    # Nothing is to be added for an expert without rows.
+    LEAST: gl.constexpr = 1 if ADD else 0
+    walk = (index, num_rows, num_experts, num_m * num_n)
+    it = 0
+    tile, expert, steps = k_schedule.first_tile(walk, 64, LEAST)
+    while steps >= LEAST:
+        m_block, n_block = schedule.tile_in_group(tile, num_m, num_n, GROUP_M)
+        a_col = m_block * 128
+        b_col = n_block * 256
+        start, rows = k_schedule.expert_rows(expert, index, num_rows, num_experts)
+        tile_steps = gl.maximum(steps, 1)
+        note = pieces.tile_note(a_col, n_block, tile_steps, expert)
+        for step in range(tile_steps):
+            s = it % STAGES
+            row = start + step * 64
+            shift = gl.minimum(rows - step * 64, 64) - 64
+            mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
+            notes.index(s).store(note)
+            mbarrier.expect(full.index(s), 384 * 128)
+            for c in gl.static_range(2):
+                tma_load(a_desc, [row, shift, a_col + 64 * c], full.index(s), a_bufs.index(2 * s + c))
+            tma_load(b_desc, [row, shift, b_col], full.index(s), b_bufs.index(s))
+            it += 1
+            if step == 0:
+                # Looks for the next tile while the ring is full.
+                tile, expert, steps = k_schedule.seek(tile + gl.num_programs(0), expert, steps, walk, 64, LEAST)
+    s = it % STAGES
+    mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
+    notes.index(s).store(pieces.tile_note(it * 0, 0, 0, 0))
+    mbarrier.arrive(full.index(s), count=1)
+
+
+@gluon.jit
+def consume_tiles(
+    d_desc,
+    bars,
+    bufs,
+    d_bufs,
+    STAGES: gl.constexpr,
+    SKEW: gl.constexpr,
+    ADD: gl.constexpr,
+    C: gl.constexpr,
+):
+    """Consumer C: rows 64 C .. 64 C + 63 of each tile."""
+    full, empty, lead = bars
+    a_bufs, b_bufs, notes = bufs
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    LR: gl.constexpr = gl.SliceLayout(1, L)
+    zero = gl.full([64, 256], 0.0, gl.float32, L)
+    it = 0
+    mbarrier.wait(full.index(0), 0)
+    row, n_block, steps, expert = pieces.read_note(notes.index(0), LR)
+    lead_step = gl.minimum(steps - 1, SKEW)
+    if SKEW > 0 and C == 1:
+        if steps > 0:
+            mbarrier.wait(lead, 0)
+    while steps > 0:
+        sums = warpgroup_mma_init(zero)
+        for step in range(steps):
+            s = it % STAGES
+            mbarrier.wait(full.index(s), (it // STAGES) & 1)
+            a = a_bufs.index(2 * s + C).reshape([64, 64]).permute((1, 0))
+            b = b_bufs.index(s).reshape([64, 256])
+            sums = warpgroup_mma(a, b, sums, use_acc=step > 0, is_async=True)
+            sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
+            mbarrier.arrive(empty.index(gl.maximum(it - 1, 0) % STAGES), count=1, pred=step > 0)
+            if SKEW > 0 and C == 0:
+                mbarrier.arrive(lead, count=1, pred=it == lead_step)
+            it += 1
+        total = warpgroup_mma_wait(0, deps=[sums])
+        mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
+        k_pieces.store_sums(d_desc, d_bufs, expert, row + C * 64, n_block * 256, total, C, ADD, 0)
+        s = it % STAGES
+        mbarrier.wait(full.index(s), (it // STAGES) & 1)
+        row, n_block, steps, expert = pieces.read_note(notes.index(s), LR)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=["num_rows", "num_experts", "m", "n"],
+    do_not_specialize_on_alignment=["index"],
+)
+def k_grouped_bf16_gemm_kernel(
+    a_desc,
+    b_desc,
+    d_desc,
+    index,
+    num_rows,
+    num_experts,
+    m,
+    n,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    SKEW: gl.constexpr,
+    ADD: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """One launch: as many programs as SMs.
+
+    Args:
+        a_desc, b_desc: A and B as [rows, 64, columns], see above; boxes [1, 64, 64] and [1, 64, 256].
+        d_desc: D [experts, M, N], boxes [1, 64, columns that are stored at a time].
+        index: int32 [experts], ends of the psum layout.
+        ADD: the sums are added to D.
+    """
+    a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, 1, 64, 64], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 64, 256], b_desc.layout)
+    d_bufs = gl.allocate_shared_memory(d_desc.dtype, [4] + d_desc.block_shape, d_desc.layout)
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    notes = gl.allocate_shared_memory(gl.int32, [STAGES, 4], WORDS)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    mbarrier.init(lead, count=1)
+    bars = (full, empty, lead)
+    bufs = (a_bufs, b_bufs, notes)
+    pieces.wait_for_previous_kernel()
+    gl.warp_specialize(
+        [
+            (consume_tiles, (d_desc, bars, bufs, d_bufs, STAGES, SKEW, ADD, 0)),
+            (consume_tiles, (d_desc, bars, bufs, d_bufs, STAGES, SKEW, ADD, 1)),
+            (
+                load_tiles,
+                (a_desc, b_desc, bars, bufs, index, num_rows, num_experts, m, n, STAGES, GROUP_M, ADD),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )
