@@ -16,11 +16,13 @@ Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["max", "sum_top2"]
 Activation = Literal["swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2"]
 Precision = Literal["bf16", "fp8"]
+Recompute = Literal["none", "activation"]
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 GROUP_SCORES = ("max", "sum_top2")
 ACTIVATIONS = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2")
 PRECISIONS = ("bf16", "fp8")
+RECOMPUTES = ("none", "activation")
 
 SWIGLU_OAI_ALPHA = 1.702
 SWIGLU_OAI_CLAMP = 7.0
@@ -107,6 +109,9 @@ class MoEConfig:
         shared_gate: multiply the shared expert's output by sigmoid(x . w) (Qwen2-MoE).
         precision: of the experts' GEMMs. ``fp8``: e4m3 activations (1x128 scales) and weights (128x128 scales).
             ``bf16``: unquantised, in the dtype of the parameters or of autocast, whichever that is.
+        recompute: what the experts' backward pass computes again. ``none``: per row it keeps the row and its
+            pre-activations, 2 H + 4 I bytes (``fp8``: H + 4 I, and scales). ``activation``: only the row, 2 H bytes
+            (H, and scales), for one more GEMM.
         max_tokens_per_rank: upper bound of tokens per rank and call; ``None`` = unbounded. Passing it is an error.
         init_std: standard deviation of the initial weights; ``None`` = 1 / sqrt(fan_in).
 
@@ -125,6 +130,7 @@ class MoEConfig:
     shared_intermediate_size: int = 0
     shared_gate: bool = False
     precision: Precision = "bf16"
+    recompute: Recompute = "none"
     max_tokens_per_rank: int | None = None
     init_std: float | None = None
 
@@ -135,6 +141,7 @@ class MoEConfig:
             fail_type("router", self.router, "must be a RouterConfig", "Pass RouterConfig(...).")
         check_choice("activation", self.activation, ACTIVATIONS)
         check_choice("precision", self.precision, PRECISIONS)
+        check_choice("recompute", self.recompute, RECOMPUTES)
         check_int("shared_intermediate_size", self.shared_intermediate_size, 0)
         for name in ("bias", "shared_gate"):
             _check_bool(name, getattr(self, name))

@@ -40,6 +40,7 @@ EVERYTHING = layer(
     shared_intermediate_size=48,
     shared_gate=True,
     precision="fp8",
+    recompute="activation",
     max_tokens_per_rank=4096,
     init_std=0.02,
 )
@@ -69,6 +70,7 @@ def test_defaults():
         shared_intermediate_size=0,
         shared_gate=False,
         precision="bf16",
+        recompute="none",
         max_tokens_per_rank=None,
         init_std=None,
     )
@@ -135,6 +137,7 @@ def test_sizes(name, value, kind, rule):
         ("activation", "silu", ValueError, "must be one of 'swiglu', 'swiglu_oai', 'geglu', 'geglu_tanh', 'relu2'"),
         ("activation", None, ValueError, "must be one of"),
         ("precision", "fp16", ValueError, "must be one of 'bf16', 'fp8'"),
+        ("recompute", True, ValueError, "must be one of 'none', 'activation'"),
         ("router", {}, TypeError, "must be a RouterConfig"),
         ("router", None, TypeError, "must be a RouterConfig"),
         ("bias", 1, TypeError, "must be a bool"),
@@ -278,6 +281,7 @@ def layers(draw) -> MoEConfig:
         shared_intermediate_size=shared,
         shared_gate=bool(shared) and draw(st.booleans()),
         precision=draw(st.sampled_from(["bf16", "fp8"])),
+        recompute=draw(st.sampled_from(["none", "activation"])),
         max_tokens_per_rank=draw(st.none() | st.integers(1, 10**6)),
         init_std=draw(st.none() | positive),
     )

@@ -81,6 +81,7 @@ class DecodeRunner:
             device = torch.device("cpu") if first is None else local_tensor(first).device
         self.device = torch.device(device)
         self._layer, self._hidden_size, self._dtype = layer, hidden_size, dtype
+        self._experts = [module for module in layer.modules() if isinstance(module, Experts)]
         self.captures = 0
         self._buckets: dict[int, _Bucket] = {}
         if self.device.type == "cuda":
@@ -131,6 +132,8 @@ class DecodeRunner:
         if bucket.graph is None:
             bucket.out = self._layer(bucket.hidden_states, bucket.token_mask)
         else:
+            for experts in self._experts:
+                experts.refresh_copies()
             bucket.graph.replay()
         return bucket.out[:num_tokens]
 

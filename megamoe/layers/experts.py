@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from megamoe.comm.exchange import Exchange
 from megamoe.config import MoEConfig, check_config
 from megamoe.errors import FLOATING, check_tensor, fail_type, fail_value
-from megamoe.kernels.mlp import MlpOptions, grouped_mlp
+from megamoe.kernels import weight_cache
+from megamoe.kernels.mlp import grouped_mlp
+from megamoe.kernels.mlp_options import MlpOptions
 from megamoe.layers.parallel import check_same_on_all_ranks, local_tensor, resolve_group, shard_parameter
 from megamoe.layers.replicas import ExpertSlots
 from megamoe.layers.shared import compute_dtype
@@ -28,7 +31,9 @@ class Experts(nn.Module):
     slot order: until they are back in the default placement there is no training and no ``state_dict``.
 
     GEMMs run in autocast's dtype where it is on, else in that of the parameters, or in FP8 (``precision="fp8"``); the
-    output has the dtype of the input. The gradients of the parameters are the mean of the group's losses' gradients, as
+    output has the dtype of the input. FP8 keeps copies of the weights, one byte per weight or two in training, which
+    follow the parameters; after writes through ``.data``, which torch does not count, call
+    ``weight_cache.mark_changed``. The gradients of the parameters are the mean of the group's losses' gradients, as
     from DDP: multiply by R for their sum.
 
     Attributes:
@@ -80,6 +85,7 @@ class Experts(nn.Module):
             clamp=config.clamp,
             precision=config.precision,
             weight_grad_scale=1 / self.expert_parallel_size,
+            recompute=config.recompute,
         )
         self._up_name = "gate_up_proj" if config.gated else "up_proj"
         hidden, width = config.hidden_size, config.intermediate_size
@@ -92,6 +98,7 @@ class Experts(nn.Module):
                 local = torch.empty(self.exchange.num_local_experts, *shape, device=device, dtype=dtype)
                 parameter = shard_parameter(local, mesh)
             self.register_parameter(name, parameter)
+        self._watch_weights()
         self.reset_parameters()
 
     @torch.no_grad()
@@ -169,10 +176,30 @@ class Experts(nn.Module):
         if placement.num_physical != self.exchange.num_experts:
             self.exchange = self._transport.make(placement.num_physical)
         self.slots.assign(placement)
+        self.refresh_copies()
+
+    def refresh_copies(self) -> None:
+        """Casts FP8 copies of weights that have changed, in place: captured graphs read them. Cheap if none has."""
+        for name in (self._up_name, "down_proj"):
+            weight_cache.refresh(getattr(self, name))
+
+    def _watch_weights(self) -> None:
+        for name in (self._up_name, "down_proj"):
+            weight_cache.watch(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        old = self.__dict__.get("_parameters", {}).get(name)
+        super().__setattr__(name, value)
+        if old is not None and old is not value:
+            # FSDP2 swaps parameters around each use and gathers new values into the same one, with the same version.
+            weight_cache.forget(old)
+            weight_cache.watch(self, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Experts:
         self.slots.apply(fn)
-        return super()._apply(fn, recurse)
+        result = super()._apply(fn, recurse)
+        self._watch_weights()
+        return result
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         self._check_default_placement("state_dict")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megamoe.comm.exchange import LocalExchange
-from megamoe.kernels.mlp import MlpOptions, grouped_mlp
+from megamoe.kernels.mlp import grouped_mlp
+from megamoe.kernels.mlp_options import MlpOptions
 from megamoe.types import Routing
 from tests.support.generators import ROUTING_KINDS, ExpertWeights, random_expert_weights, random_routing
 from tests.support.metrics import assert_close, relative_error

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megamoe.kernels.layout import layout_pairs
-from megamoe.kernels.mlp import MlpOptions
+from megamoe.kernels.mlp_options import MlpOptions
 from megamoe.kernels.reference import grouped_gemm_nt_fp8, quantize
 from megamoe.types import Routing
 from tests.kernels.test_mlp import NAMES, leaves, moe
@@ -27,7 +27,7 @@ def halves_quantized(x: torch.Tensor, halves: int, dim: int, block: tuple[int, i
 
 @dataclass
 class PlainFp8Expert:
-    """One expert's FP8 forward and backward pass in fp64 between the casts.
+    """One expert's FP8 forward and backward pass in fp64 between the casts; results that lie in memory in ``dtype``.
 
     Operands are dequantised before each product: exact in fp64, the sum over blocks of (codes @ codes) * scales.
     """
@@ -37,6 +37,7 @@ class PlainFp8Expert:
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     options: MlpOptions
+    dtype: torch.dtype = torch.float64
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -48,24 +49,22 @@ class PlainFp8Expert:
         self.pre = self.x @ self.up_codes.t()
         if self.up_bias is not None:
             self.pre = self.pre + self.up_bias.double()
+        self.pre = self.pre.to(self.dtype).double()
         self.act = plain_activation(self.pre, self.options.activation, self.options.clamp)
         if self.down_bias is None:
             return fake_quantize(self.act * self.weight, ROW) @ self.down_codes.t()
-        self.unweighted = fake_quantize(self.act, ROW) @ self.down_codes.t() + self.down_bias.double()
-        return self.unweighted * self.weight
+        return (fake_quantize(self.act, ROW) @ self.down_codes.t() + self.down_bias.double()) * self.weight
 
     def backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the rows and of their routing weights; those of the parameters go to ``grads``."""
         grad, act = grad.double(), self.act
+        # Wherever the routing weight multiplies, before or after GEMM 2, these sums are the same.
+        unweighted = (fake_quantize(grad, ROW) @ self.down_codes).to(self.dtype).double()
+        grad_weight = (unweighted * act).sum(dim=1)
+        grad_act, act = unweighted * self.weight, act * self.weight
         if self.down_bias is not None:
-            grad_weight = (grad * self.unweighted).sum(dim=1)
-            grad = grad * self.weight
-            self.grads["down_bias"] = grad.sum(dim=0)
-            grad_act = fake_quantize(grad, ROW) @ self.down_codes
-        else:
-            unweighted = fake_quantize(grad, ROW) @ self.down_codes
-            grad_weight = (unweighted * act).sum(dim=1)
-            grad_act, act = unweighted * self.weight, act * self.weight
+            grad_weight = grad_weight + (grad * self.down_bias.double()).sum(dim=1)
+            self.grads["down_bias"] = (grad * self.weight).sum(dim=0)
         leaf = self.pre.detach().requires_grad_()
         value = plain_activation(leaf, self.options.activation, self.options.clamp)
         (grad_pre,) = torch.autograd.grad(value, leaf, grad_act)
@@ -83,7 +82,8 @@ def plain_fp8_moe(x, routing: Routing, weights: ExpertWeights, options: MlpOptio
     experts = []
     for j in range(num_experts):
         biases = (None, None) if weights.up_bias is None else (weights.up_bias[j], weights.down_bias[j])
-        expert = PlainFp8Expert(weights.up_proj[j], weights.down_proj[j], *biases, options)
+        dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float64
+        expert = PlainFp8Expert(weights.up_proj[j], weights.down_proj[j], *biases, options, dtype)
         experts.append(expert)
         tokens, slots = (routing.topk_index == j).nonzero(as_tuple=True)
         out.index_add_(0, tokens, expert.forward(x[tokens], routing.topk_weights[tokens, slots]))
@@ -270,5 +270,6 @@ def test_layer_of_deepseek_v3_size(seed):
         straightforward.index_add_(0, tokens, expert.forward(x[tokens], row_weights))
         act = plain_activation(x[tokens] @ weights.up_proj[j].t(), "swiglu")
         exact.index_add_(0, tokens, (act @ weights.down_proj[j].t()) * row_weights.unsqueeze(1))
-    assert_close(out, straightforward, 1e-3)
+    # A value that fp32 rounding sends to the neighbouring code changes few of so many products.
+    assert_close(out, straightforward, 5e-3)
     assert 0.05 < relative_error(out, exact) < 0.07

@@ -8,7 +8,9 @@ import torch
 from megamoe.comm.exchange import LocalExchange
 from megamoe.config import ACTIVATIONS
 from megamoe.kernels import mlp
-from megamoe.kernels.mlp import MlpOptions, grouped_mlp
+from megamoe.kernels.mlp import grouped_mlp
+from megamoe.kernels.mlp_activation import activate_backward as by_formula
+from megamoe.kernels.mlp_options import MlpOptions
 from megamoe.kernels.reference import activate_backward
 from tests.support.generators import random_expert_weights, random_routing
 
@@ -26,42 +28,51 @@ def test_derivatives_have_the_bits_of_autograd(activation, clamp, dtype, seed):
     pre[:, 0], pre[3, 7] = 0.5, float("nan")
     grad = torch.randn(pre.shape[0], 12 if activation == "relu2" else 6)
     expected = activate_backward(pre.to(dtype), grad, activation, clamp)
-    for actual, wanted in zip(mlp._activate_backward(pre.to(dtype), grad, activation, clamp), expected, strict=True):
+    for actual, wanted in zip(by_formula(pre.to(dtype), grad, activation, clamp), expected, strict=True):
         assert actual.dtype == wanted.dtype
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 CASES = [
-    # precision, activation, bias, rows, parameters, tokens
-    ("bf16", "swiglu", False, FP32, FP32, 20),
-    ("bf16", "swiglu_oai", True, BF16, FP32, 20),
-    ("bf16", "relu2", False, BF16, BF16, 20),
-    ("bf16", "geglu", True, FP64, FP64, 20),
-    ("bf16", "swiglu", False, FP32, FP32, 0),
-    ("fp8", "swiglu", False, BF16, BF16, 20),
-    ("fp8", "relu2", False, FP32, FP32, 20),
-    ("fp8", "swiglu", True, FP64, FP64, 20),
+    # precision, activation, bias, rows, parameters, tokens, recompute
+    ("bf16", "swiglu", False, FP32, FP32, 20, "none"),
+    ("bf16", "swiglu_oai", True, BF16, FP32, 20, "none"),
+    ("bf16", "relu2", False, BF16, BF16, 20, "activation"),
+    ("bf16", "geglu", True, FP64, FP64, 20, "activation"),
+    ("bf16", "swiglu", False, FP32, FP32, 0, "none"),
+    ("fp8", "swiglu", False, BF16, BF16, 20, "none"),
+    ("fp8", "swiglu", False, BF16, FP32, 20, "activation"),
+    ("fp8", "relu2", False, FP32, FP32, 20, "none"),
+    ("fp8", "geglu", True, BF16, BF16, 20, "activation"),
+    ("fp8", "swiglu", True, FP64, FP64, 20, "none"),
+    ("fp8", "swiglu", False, BF16, BF16, 0, "none"),
 ]
 
 
-@pytest.mark.parametrize(("precision", "activation", "bias", "row_dtype", "dtype", "num_tokens"), CASES)
-def test_operator(precision, activation, bias, row_dtype, dtype, num_tokens, seed):
+@pytest.mark.parametrize(
+    ("precision", "activation", "bias", "row_dtype", "dtype", "num_tokens", "recompute"),
+    CASES,
+    ids=[" ".join(str(value) for value in case) for case in CASES],
+)
+def test_operator(precision, activation, bias, row_dtype, dtype, num_tokens, recompute, seed):
+    # Neither size is a multiple of what FP8 needs.
+    hidden, width = 24, 12
     routing = random_routing("dropped", num_tokens, 3, 2)
-    sent = LocalExchange(3).dispatch(torch.randn(num_tokens, 16), routing, row_dtype)
-    weights = random_expert_weights(3, 16, 12, activation, bias, dtype).requires_grad_()
+    sent = LocalExchange(3).dispatch(torch.randn(num_tokens, hidden), routing, row_dtype)
+    weights = random_expert_weights(3, hidden, width, activation, bias, dtype).requires_grad_()
     rows, row_weights = sent.rows.detach().requires_grad_(), sent.row_weights.detach().requires_grad_()
     layout = sent.layout
     operands = rows, row_weights, weights.up_proj, weights.down_proj, weights.up_bias, weights.down_bias
-    constants = (activation, 0.5 if activation == "swiglu_oai" else None, precision, 0.25)
+    constants = (activation, 0.5 if activation == "swiglu_oai" else None, precision, 0.25, recompute)
     options = MlpOptions(*constants)
-    arguments = (*operands, layout.counts, layout.starts, *constants)
+    arguments = (*operands, layout.counts, layout.starts, *constants, True)
     torch.library.opcheck(mlp._operator, arguments)
 
     inputs = [tensor for tensor in operands if tensor is not None]
     expected = grouped_mlp(*operands[:4], layout, options, *operands[4:])
-    out, pre, unweighted = mlp._operator(*arguments)
+    out, *kept = mlp._operator(*arguments)
     assert torch.equal(out, expected)
-    assert not pre.requires_grad and not unweighted.requires_grad
+    assert not any(tensor.requires_grad for tensor in kept)
     grad = torch.randn_like(out)
     wanted = torch.autograd.grad(expected, inputs, grad)
     for got, want in zip(torch.autograd.grad(out, inputs, grad), wanted, strict=True):
@@ -69,9 +80,18 @@ def test_operator(precision, activation, bias, row_dtype, dtype, num_tokens, see
 
     needed = [tensor is not None for tensor in operands]
     detached = [None if tensor is None else tensor.detach() for tensor in operands]
+    saved_rows = None if precision == "fp8" else detached[0]
     for which in (needed, [False, False, True, *[False] * 3], [True, *[False] * 5]):
-        saved = (grad, *detached, pre, unweighted, layout.counts, layout.starts, *constants)
+        saved = (grad, saved_rows, *kept, *detached[1:], layout.counts, layout.starts, *constants)
         torch.library.opcheck(mlp._backward_operator, (*saved, which))
+
+    # Without a backward pass nothing is kept.
+    plain = (*detached, layout.counts, layout.starts, *constants, False)
+    torch.library.opcheck(mlp._operator, plain)
+    out, *kept = mlp._operator(*plain)
+    assert not any(tensor.numel() for tensor in kept)
+    with torch.no_grad():
+        assert torch.equal(out, grouped_mlp(*operands[:4], layout, options, *operands[4:]))
 
 
 def test_second_derivative_raises(seed):
@@ -79,7 +99,8 @@ def test_second_derivative_raises(seed):
     sent = LocalExchange(3).dispatch(torch.randn(5, 16), routing, FP32)
     weights = random_expert_weights(3, 16, 12).requires_grad_()
     operands = sent.rows, sent.row_weights, weights.up_proj, weights.down_proj, None, None
-    out, _, _ = mlp._operator(*operands, sent.layout.counts, sent.layout.starts, "swiglu", None, "bf16", 1.0)
+    constants = "swiglu", None, "bf16", 1.0, "none", True
+    out, *_ = mlp._operator(*operands, sent.layout.counts, sent.layout.starts, *constants)
     (grad,) = torch.autograd.grad(out.square().sum(), weights.up_proj, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         grad.sum().backward()

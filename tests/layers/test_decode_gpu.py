@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,9 +35,10 @@ def replays_equal_eager(moe: MoE, device: torch.device, generator: torch.Generat
     assert runner.captures == 3
 
 
-def test_one_gpu(seed):
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_one_gpu(precision, seed):
     device = torch.device("cuda", 0)
-    moe = MoE(CONFIG, device=device, dtype=BF16).eval()
+    moe = MoE(replace(CONFIG, precision=precision), device=device, dtype=BF16).eval()
     replays_equal_eager(moe, device, torch.Generator().manual_seed(seed), 200)
 
 

@@ -1,0 +1,208 @@
+"""The expert MLP in FP8: rows and gradients in 1x128 blocks, weights in 128x128, operands of weight gradients in 128x1.
+
+Between the casts: fp32 inside a kernel, BF16 in memory where rows are BF16, else fp32. Training with
+``recompute="none"`` computes the activation from the pre-activations that it keeps, all else inside GEMM 1, from fp32
+sums. The rows are kept as their codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from megamoe.kernels import gemm, gemm_swiglu, mlp_quant, quant, reference
+from megamoe.kernels.layout import row_expert_ids
+from megamoe.kernels.mlp_options import MlpOptions
+from megamoe.kernels.reference import FP8_BLOCK
+from megamoe.kernels.row_groups import RowGroups
+from megamoe.kernels.weight_cache import K_MULTIPLE, Padding, fp8_copy
+from megamoe.types import ExpertLayout, Fp8Tensor
+
+
+def _paddings(options: MlpOptions) -> tuple[Padding, Padding]:
+    """Of ``up_proj`` and ``down_proj``: no block may span gate and up."""
+    return Padding(options.halves, FP8_BLOCK, K_MULTIPLE), Padding(1, K_MULTIPLE, FP8_BLOCK)
+
+
+def _intermediate_dtype(rows: torch.Tensor) -> torch.dtype:
+    """In which pre-activations and gradients between GEMMs lie in memory."""
+    return torch.bfloat16 if rows.dtype == torch.bfloat16 else torch.float32
+
+
+def kept_forms(
+    rows: torch.Tensor,
+    up_proj: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    options: MlpOptions,
+) -> list[tuple[Sequence[int], torch.dtype] | None]:
+    """Shapes and dtypes of what ``forward`` keeps: codes and scales of the rows, pre-activations.
+
+    Codes as bytes: torch.compile's tools do not know what to do with e4m3 results.
+    """
+    num_rows = rows.shape[0]
+    _, columns, hidden = _paddings(options)[0].shape(up_proj)
+    codes = (num_rows, hidden), torch.uint8
+    scales = (-(-hidden // FP8_BLOCK), num_rows), torch.float32
+    pre = (num_rows, columns), _intermediate_dtype(rows)
+    return [codes, scales, None if options.recompute == "activation" else pre]
+
+
+def _pad_columns(x: torch.Tensor, columns: int) -> torch.Tensor:
+    return x if x.shape[1] == columns else F.pad(x, (0, columns - x.shape[1]))
+
+
+def _cut_columns(x: torch.Tensor, columns: int) -> torch.Tensor:
+    return x if x.shape[1] == columns else x[:, :columns]
+
+
+def _padded_bias(bias: torch.Tensor | None, padding: Padding) -> torch.Tensor | None:
+    """``bias [e, M]`` as GEMMs add it to the padded results."""
+    if bias is None:
+        return None
+    bias = bias if bias.dtype == torch.bfloat16 else bias.float()
+    # Its columns are the weight's rows.
+    rows = Padding(padding.halves, padding.rows, 1).pad(bias.unsqueeze(2))
+    return rows.squeeze(2).contiguous()
+
+
+def _weights(row_weights: torch.Tensor) -> torch.Tensor:
+    return row_weights.float().contiguous()
+
+
+def _activate(pre: torch.Tensor, weights: torch.Tensor | None, options: MlpOptions) -> Fp8Tensor:
+    """Activation (x routing weight) of ``pre``, cast once."""
+    if options.activation == "swiglu":
+        weights = pre.new_ones(pre.shape[0], dtype=torch.float32) if weights is None else weights
+        return quant.swiglu_quantize_rowwise(pre, weights, options.clamp, mn_major=True)
+    act = reference.activate(pre, options.activation, options.clamp)
+    return quant.quantize_rowwise(act if weights is None else act * weights.unsqueeze(1), mn_major=True)
+
+
+def forward(
+    rows: torch.Tensor,
+    row_weights: torch.Tensor,
+    up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    layout: ExpertLayout,
+    options: MlpOptions,
+    trained: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The result, and with ``trained`` what the backward pass needs, as in ``kept_forms``.
+
+    Pre-activations are None where the backward pass computes them again.
+    """
+    up_padding, down_padding = _paddings(options)
+    phase = "training" if trained else "inference"
+    up, down = fp8_copy(up_proj, up_padding, phase).plain, fp8_copy(down_proj, down_padding, phase).plain
+    groups, weights, wide = RowGroups.padded(layout), _weights(row_weights), _intermediate_dtype(rows)
+    codes = quant.quantize_rowwise(_pad_columns(rows, up.codes.shape[2]), mn_major=True)
+    inner_weights = weights if down_bias is None else None
+    bias = _padded_bias(up_bias, up_padding)
+    pre = None
+    if (trained and options.recompute == "none") or options.activation not in gemm_swiglu.ACTIVATIONS:
+        pre = gemm.grouped_fp8_gemm_nt(codes, up, groups, out_dtype=wide, bias=bias)
+        act = _activate(pre, inner_weights, options)
+    else:
+        act = gemm_swiglu.grouped_fp8_gemm_swiglu_nt(
+            codes,
+            up,
+            groups,
+            row_weights=inner_weights,
+            activation=options.activation,
+            clamp=options.clamp,
+            bias=bias,
+        )
+    if down_bias is None:
+        out = gemm.grouped_fp8_gemm_nt(act, down, groups, out_dtype=wide)
+    else:
+        bias = _padded_bias(down_bias, down_padding)
+        out = gemm.grouped_fp8_gemm_nt(act, down, groups, out_dtype=torch.float32, bias=bias) * weights.unsqueeze(1)
+    out = _cut_columns(out, rows.shape[1]).to(rows.dtype)
+    if not trained:
+        return out, None, None, None
+    return out, codes.codes.view(torch.uint8), codes.scales.t(), pre if options.recompute == "none" else None
+
+
+def backward(
+    grad_out: torch.Tensor,
+    row_codes: torch.Tensor,
+    row_scales: torch.Tensor,
+    pre: torch.Tensor | None,
+    row_weights: torch.Tensor,
+    up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    layout: ExpertLayout,
+    options: MlpOptions,
+    needed: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """The gradients of the first six arguments of ``forward``, None where not ``needed``.
+
+    The routing weight multiplies a row's result, before or after GEMM 2: its gradient, and all others but those of the
+    biases, are the same sums either way.
+    """
+    need_rows, need_weights, need_up, need_down, need_up_bias, need_down_bias = needed
+    scale, wide, hidden = options.weight_grad_scale, _intermediate_dtype(grad_out), grad_out.shape[1]
+    grad_rows = grad_weights = grad_up = grad_down = grad_up_bias = grad_down_bias = None
+    up_padding, down_padding = _paddings(options)
+    up, down = fp8_copy(up_proj, up_padding, "backward"), fp8_copy(down_proj, down_padding, "backward")
+    groups, weights = RowGroups.padded(layout), _weights(row_weights)
+    rows = Fp8Tensor(row_codes.view(torch.float8_e4m3fn), row_scales.t(), mlp_quant.ROW)
+    if pre is None:
+        bias = _padded_bias(up_bias, up_padding)
+        pre = gemm.grouped_fp8_gemm_nt(rows, up.plain, groups, out_dtype=wide, bias=bias)
+
+    grad_out = grad_out.contiguous()
+    grad = mlp_quant.cast(_pad_columns(grad_out, row_codes.shape[1]), need_down)
+    grad_act = gemm.grouped_fp8_gemm_nt(grad.rows, down.transposed, groups, out_dtype=wide)
+    inner = mlp_quant.activation_backward(
+        grad_act,
+        pre,
+        weights,
+        options.activation,
+        options.clamp,
+        columns=need_up or need_down,
+        exact=need_up_bias,
+    )
+    if need_weights:
+        grad_weights = inner.row_weights
+        if down_bias is not None:
+            grad_weights = grad_weights + _dot_with_bias(grad_out, down_bias, layout)
+        grad_weights = grad_weights.to(row_weights.dtype)
+    if need_down:
+        padded = _weight_gradient(grad.columns, inner.act, layout, down_proj.dtype, scale)
+        grad_down = down_padding.unpad(padded, *down_proj.shape[1:])
+    if need_down_bias:
+        weighted = grad_out.float() * weights.unsqueeze(1)
+        grad_down_bias = (reference.segment_sum(weighted, layout) * scale).to(down_bias.dtype)
+    if need_rows:
+        grad_rows = gemm.grouped_fp8_gemm_nt(inner.pre.rows, up.transposed, groups, out_dtype=wide)
+        grad_rows = _cut_columns(grad_rows, hidden).to(grad_out.dtype)
+    if need_up:
+        padded = _weight_gradient(inner.pre.columns, mlp_quant.columns_of_rows(rows), layout, up_proj.dtype, scale)
+        grad_up = up_padding.unpad(padded, *up_proj.shape[1:])
+    if need_up_bias:
+        exact = inner.exact.unflatten(1, (options.halves, -1))[:, :, : up_bias.shape[1] // options.halves].flatten(1)
+        grad_up_bias = (reference.segment_sum(exact, layout) * scale).to(up_bias.dtype)
+    return [grad_rows, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias]
+
+
+def _dot_with_bias(grad_out: torch.Tensor, down_bias: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
+    """fp32 ``[P]``: each row's gradient times its expert's bias."""
+    bias = reference.permute(down_bias.float(), row_expert_ids(layout))
+    return (grad_out.float() * bias).sum(dim=1)
+
+
+def _weight_gradient(
+    a: Fp8Tensor, b: Fp8Tensor, layout: ExpertLayout, dtype: torch.dtype, scale: float
+) -> torch.Tensor:
+    """``[e, M, N]``: ``scale`` x the sums over each expert's rows, rounded once, to ``dtype``."""
+    if scale != 1:
+        a = Fp8Tensor(a.codes, a.scales * scale, a.block)
+    return reference.grouped_gemm_k_fp8(a, b, layout).to(dtype)
