@@ -33,6 +33,9 @@ _WAITS = {
     flag_words.BARRIER: "to come to barrier {} of this buffer; it has come to barrier {}",
 }
 
+_PARTS = {flag_words.PULLED_ROWS: "rows to be read", flag_words.FINISHED_TILES: "half tiles of GEMM 1"}
+"""What programs of a mega-kernel wait for from each other."""
+
 
 class SymmetricBuffer:
     """One allocation on every rank of a group, reachable from all of them over NVLink.
@@ -190,6 +193,12 @@ class SymmetricBuffer:
             return (
                 f"dispatch on rank {self.rank}: {first} rows were routed to its experts, the pool has {second}. The "
                 "rows beyond were lost. Raise capacity, or let dispatch read the exact size back."
+            )
+        if phase in _PARTS:
+            return (
+                f"the mega-kernel on rank {self.rank} waited {self.timeout} s for {second} {_PARTS[phase]} of block "
+                f"{first}; {third} were there. Its programs wait for each other and must all run at once: another "
+                "kernel held SMs. Launch it on fewer SMs, or nothing beside it. Results since then are void."
             )
         awaited = _WAITS[phase - 1].format(second, third)
         return (

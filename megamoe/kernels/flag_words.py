@@ -28,6 +28,12 @@ STATE_WORDS = 16
 # The error words: a phase, 0 = none, and three numbers. A wait's phase is its kind of flag + 1, with (rank that is
 # missing, epoch that was waited for, epoch that was seen).
 CAPACITY = 16  # with (rows that were needed, rows that there are)
+# Waits inside a mega-kernel, for other programs of the same launch: with (block of rows, what was waited for, seen).
+PULLED_ROWS = 17  # rows of the block that have been read from their ranks
+FINISHED_TILES = 18  # GEMM 1 tiles of the block, in halves of 64 rows
 ERROR_WORDS = 4
 
 WORD_BYTES = 8
+
+# Where a row of the pool comes from, in one int32: rank << TOKEN_BITS | token; -1 = a padding row.
+TOKEN_BITS = 26

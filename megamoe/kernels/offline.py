@@ -26,7 +26,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from megamoe.kernels import offline_exchange, offline_gemm, offline_gemm_k, offline_quant
+from megamoe.kernels import offline_exchange, offline_gemm, offline_gemm_k, offline_mega, offline_mlp, offline_quant
 from megamoe.kernels.gluon import pieces
 
 SHARED_MEMORY_LIMIT = 227 * 1024
@@ -81,6 +81,30 @@ ALLOWED_SPILLS = (
         16,
         "two partial sums of 128 x 128 and their total take nearly all registers (triton 3.9)",
     ),
+    AllowedSpill(
+        "mega_moe_kernel",
+        lambda c: c["H"] >= 4096,
+        16,
+        "what is the same for all tiles is read again between them",
+    ),
+    AllowedSpill(
+        "mega_moe_kernel",
+        lambda c: c["TURNS"],
+        64,
+        "between tiles the last one's sums are live with the next product",
+    ),
+    AllowedSpill(
+        "mega_moe_kernel",
+        lambda c: c["CHUNK"] > 512,
+        48,
+        "a warp that pulls has few registers for a longer piece of a row",
+    ),
+    AllowedSpill(
+        "route_kernel",
+        lambda c: c["BINS"] > 128,
+        16,
+        "tables of 256 experts at a time (triton 3.9)",
+    ),
 )
 
 
@@ -133,7 +157,9 @@ def variants() -> tuple[Variant, ...]:
     return (
         *offline_gemm.launches(),
         *offline_gemm_k.launches(),
+        *offline_mega.movements(),
         *offline_exchange.movements(),
+        *offline_mlp.variants(),
         *offline_quant.variants(),
     )
 

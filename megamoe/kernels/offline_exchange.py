@@ -40,7 +40,7 @@ class Movement:
         return self.kernel.warmup(**self.launch.arguments, grid=(1,), **self.launch.options)
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -56,13 +56,13 @@ def movements() -> list[Movement]:
 def _all_movements() -> Iterator[Movement]:
     for shape, (tokens, top_k, hidden, experts) in SHAPES.items():
         plan = plan_memory(MoEConfig(hidden, 128, experts, top_k, precision="fp8"), RANKS, tokens)
-        views = {region.name: _empty(region.nbytes, dtype=torch.uint8) for region in plan.regions}
-        memory = peer_rows.peer_memory(plan, views, 0, _empty(RANKS, dtype=torch.int64), 10**9)
+        views = {region.name: empty(region.nbytes, dtype=torch.uint8) for region in plan.regions}
+        memory = peer_rows.peer_memory(plan, views, 0, empty(RANKS, dtype=torch.int64), 10**9)
         rows = plan.most_rows
         table = peer_rows.empty_table(memory, plan.num_local_experts, rows, torch.device("meta"))
-        x, bf16_rows = _empty(tokens, hidden, dtype=BF16), _empty(rows, hidden, dtype=BF16)
-        fp8_rows, scales = _empty(rows, hidden, dtype=FP8), _empty(-(-hidden // 128), rows).t()
-        index, weights = _empty(tokens, top_k, dtype=torch.int64), _empty(tokens, top_k)
+        x, bf16_rows = empty(tokens, hidden, dtype=BF16), empty(rows, hidden, dtype=BF16)
+        fp8_rows, scales = empty(rows, hidden, dtype=FP8), empty(-(-hidden // 128), rows).t()
+        index, weights = empty(tokens, top_k, dtype=torch.int64), empty(tokens, top_k)
         common = dict(num_experts=experts, num_sms=32, all_sms=SMS)
         for name, arguments in {
             "dispatch fp8": (x, (index, weights), table, fp8_rows, scales, False),

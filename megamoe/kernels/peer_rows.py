@@ -142,7 +142,7 @@ def empty_table(memory: PeerMemory, num_local_experts: int, num_rows: int, devic
     )
 
 
-def _flag_arguments(memory: PeerMemory) -> dict[str, Any]:
+def flag_arguments(memory: PeerMemory) -> dict[str, Any]:
     return dict(
         flags=memory.flags,
         deltas=memory.deltas,
@@ -165,7 +165,7 @@ def _columns(words: int) -> int:
 
 def barrier(memory: PeerMemory) -> list[Launch]:
     """All ranks meet; what each wrote before is visible to all after."""
-    return [Launch(triton_flags.barrier_kernel, 1, _flag_arguments(memory), 1)]
+    return [Launch(triton_flags.barrier_kernel, 1, flag_arguments(memory), 1)]
 
 
 def dispatch(
@@ -206,7 +206,7 @@ def dispatch(
     chunk = 128
     while chunk > _TILE_ROWS and ranks * memory.max_tokens < 2 * chunk * num_sms:
         chunk //= 2
-    common = _flag_arguments(memory)
+    common = flag_arguments(memory)
     region = memory.rows if not move else memory.rows.view(rows.dtype)
     nothing = memory.error
     index, weights = routing if routing is not None else (nothing, nothing)
@@ -331,18 +331,73 @@ def combine(
         WORDS=words,
         MOVE=move,
         WEIGHTS=row_weights is not None,
+        FROM_SLOTS=False,
         BLOCK=1024,
         ROWS=_TILE_ROWS,
         COLS=_columns(words),
     )
-    arguments.update(_flag_arguments(memory))
+    arguments.update(flag_arguments(memory))
 
     def launch(push: bool, reduce: bool, grid: int, warps: int) -> Launch:
-        columns = min(1024, triton.next_power_of_2(hidden))
-        constants = dict(PUSH=push, REDUCE=reduce, SUM_ROWS=warps // 4, SUM_COLS=columns)
+        constants = dict(PUSH=push, REDUCE=reduce, **_summed(hidden, warps))
         return Launch(triton_combine.combine_kernel, grid, {**arguments, **constants}, warps)
 
     if memory.max_tokens * memory.top_k * hidden * 2 <= FUSED_BYTES:
         return [launch(True, True, num_sms, WARPS)]
-    pieces = index.shape[0] * triton.cdiv(hidden, 1024)
-    return [launch(True, False, num_sms, WARPS), launch(False, True, max(1, min(pieces, 16 * all_sms)), 4)]
+    grid = _programs_to_sum(index.shape[0], hidden, all_sms)
+    return [launch(True, False, num_sms, WARPS), launch(False, True, grid, 4)]
+
+
+def _summed(hidden: int, warps: int) -> dict[str, int]:
+    """What a program sums at a time."""
+    return dict(SUM_ROWS=warps // 4, SUM_COLS=min(1024, triton.next_power_of_2(hidden)))
+
+
+def _programs_to_sum(tokens: int, hidden: int, all_sms: int) -> int:
+    return max(1, min(tokens * triton.cdiv(hidden, 1024), 16 * all_sms))
+
+
+def sum_slots(
+    memory: PeerMemory, index: torch.Tensor, out: torch.Tensor, *, num_experts: int, all_sms: int
+) -> list[Launch]:
+    """The end of a mega-kernel's call: tells that my rows are in their slots, waits for everyone's, and sums my slots.
+
+    Args:
+        index: int64 ``[T, K]``, the routing of my tokens.
+        out: ``[T, H]``, the sums over slots.
+        all_sms: SMs of the device.
+    """
+    hidden, nothing = memory.hidden_size, memory.error
+    arguments = dict(
+        rows=nothing,
+        words=nothing,
+        row_weights=nothing,
+        index=index,
+        n=index.shape[0],
+        # Rows that mega-kernels write are BF16.
+        slots=memory.slots.view(torch.bfloat16),
+        slot_words=nothing,
+        slot_weights=nothing,
+        num_experts=num_experts,
+        max_tokens=memory.max_tokens,
+        pair_to_row=nothing,
+        sizes=nothing,
+        out=out,
+        out_stride=out.stride(0),
+        out_weights=nothing,
+        K=memory.top_k,
+        LOCAL=num_experts // memory.num_ranks,
+        H=hidden,
+        WORDS=0,
+        MOVE=True,
+        WEIGHTS=False,
+        FROM_SLOTS=True,
+        PUSH=False,
+        REDUCE=True,
+        BLOCK=1024,
+        ROWS=_TILE_ROWS,
+        COLS=_TILE_WORDS,
+        **_summed(hidden, 4),
+        **flag_arguments(memory),
+    )
+    return [Launch(triton_combine.combine_kernel, _programs_to_sum(index.shape[0], hidden, all_sms), arguments, 4)]

@@ -2,7 +2,7 @@
 
 Every rank writes its experts' rows into the slots at the rank of their token, raises SCATTERED, waits for all, and sums
 its slots; rows of its own experts it reads where they are. The first kernel tells all ranks which movements have ended
-here: only then do they write anew.
+here: only then do they write anew. After a mega-kernel, which has written all rows into slots, the sum alone is left.
 
 Names: as in ``triton_dispatch``; slots are ``[K, max_tokens, H]``.
 """
@@ -14,6 +14,7 @@ import triton.language as tl
 
 from megamoe.kernels.triton_flags import (
     COMBINES,
+    DISPATCHES,
     REDUCED,
     SCATTERED,
     SCATTERED_TICKET,
@@ -71,9 +72,9 @@ def _push_weights(
 @triton.jit
 def _reduce(
     rows, slots, out, out_stride, index, n, pair_to_row, my_rank, num_experts, max_tokens, H: tl.constexpr,
-    K: tl.constexpr, LOCAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    K: tl.constexpr, LOCAL: tl.constexpr, FROM_SLOTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """fp32 sums of each token's slots, in ascending order."""
+    """fp32 sums of each token's slots, in ascending order. FROM_SLOTS: the rows of own experts are in slots too."""
     pieces: tl.constexpr = (H + COLS - 1) // COLS
     for turn in range(tl.program_id(0), tl.cdiv(n, ROWS) * pieces, tl.num_programs(0)):
         token = (turn // pieces * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -83,15 +84,19 @@ def _reduce(
         total = tl.zeros([ROWS, COLS], tl.float32)
         for k in tl.static_range(K):
             expert = tl.load(index + token * K + k, mask=mask, other=-1)
-            row = tl.load(pair_to_row + (my_rank.to(tl.int64) * max_tokens + token) * K + k, mask=mask, other=-1)
-            here = expert // LOCAL == my_rank
-            there = (expert >= 0) & (expert < num_experts) & (here == 0)
-            near = tl.load(
-                rows + row.to(tl.int64)[:, None] * H + col[None, :], mask=(row >= 0)[:, None] & inside, other=0.0
-            )
+            there = (expert >= 0) & (expert < num_experts)
+            if not FROM_SLOTS:
+                row = tl.load(pair_to_row + (my_rank.to(tl.int64) * max_tokens + token) * K + k, mask=mask, other=-1)
+                here = expert // LOCAL == my_rank
+                there = there & (here == 0)
             place = (k * max_tokens.to(tl.int64) + token)[:, None] * H + col[None, :]
             far = tl.load(slots + place, mask=there[:, None] & inside, other=0.0)
-            total += near.to(tl.float32) + far.to(tl.float32)
+            if FROM_SLOTS:
+                total += far.to(tl.float32)
+            else:
+                place = row.to(tl.int64)[:, None] * H + col[None, :]
+                near = tl.load(rows + place, mask=(row >= 0)[:, None] & inside, other=0.0)
+                total += near.to(tl.float32) + far.to(tl.float32)
         place = token[:, None] * out_stride + col[None, :]
         tl.store(out + place, total.to(out.dtype.element_ty), mask=mask[:, None] & inside)
 
@@ -111,12 +116,13 @@ def combine_kernel(
     rows, words, row_weights, index, n, flags, deltas, slots, slot_words, slot_weights, state, error, budget_ns,
     my_rank, num_experts, max_tokens, pair_to_row, sizes, out, out_stride, out_weights, R: tl.constexpr,
     LANES: tl.constexpr, K: tl.constexpr, LOCAL: tl.constexpr, H: tl.constexpr, WORDS: tl.constexpr,
-    PUSH: tl.constexpr, REDUCE: tl.constexpr, MOVE: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
+    PUSH: tl.constexpr, REDUCE: tl.constexpr, MOVE: tl.constexpr, WEIGHTS: tl.constexpr, FROM_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
 ):  # fmt: skip
     """Rows (MOVE) and one number of each (WEIGHTS) back to their tokens.
 
-    PUSH and REDUCE: in one launch, whose programs must then all run at once, or in two.
+    PUSH and REDUCE: in one launch, whose programs must then all run at once, or in two. FROM_SLOTS, instead of PUSH:
+    the launch before has written all rows into their slots, and the dispatch that it is part of ends here too.
     """
     epoch = epochs_ended(state + COMBINES) + 1
     if PUSH:
@@ -130,13 +136,18 @@ def combine_kernel(
             _push_weights(row_weights, slot_weights, deltas, pair_to_row, sizes, max_tokens, R, K, BLOCK)
         if is_last(state + SCATTERED_TICKET, tl.num_programs(0)):
             publish(flags, deltas, SCATTERED, epoch, my_rank, R, LANES)
+    if FROM_SLOTS:
+        if tl.program_id(0) == 0:
+            publish(flags, deltas, SCATTERED, epoch, my_rank, R, LANES)
     if REDUCE:
         wait_all(flags, SCATTERED, epoch, error, budget_ns, R, LANES)
         if MOVE:
             _reduce(
                 rows, slots, out, out_stride, index, n, pair_to_row, my_rank, num_experts, max_tokens, H, K, LOCAL,
-                SUM_ROWS, SUM_COLS,
+                FROM_SLOTS, SUM_ROWS, SUM_COLS,
             )  # fmt: skip
         if WEIGHTS:
             _take_weights(slot_weights, out_weights, index, n, num_experts, K, BLOCK)
+        if FROM_SLOTS:
+            end_program(state + DISPATCHES)
         end_program(state + COMBINES)

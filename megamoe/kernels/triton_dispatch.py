@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megamoe.kernels import flag_words
 from megamoe.kernels.triton_flags import (
     CAPACITY,
     COUNT,
@@ -39,6 +40,7 @@ from megamoe.kernels.triton_flags import (
 from megamoe.kernels.triton_quant import magnitude_bits, scale_of
 
 ALIGN = tl.constexpr(128)  # rows: every expert starts at a multiple
+TOKEN_BITS = tl.constexpr(flag_words.TOKEN_BITS)
 
 # Where a dispatch's table of rows comes from.
 REUSED = tl.constexpr(0)
@@ -94,11 +96,11 @@ def _stage_lists(
 @triton.jit
 def _stage(
     x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch, min_amax,
-    R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
-    ROWS: tl.constexpr, LISTS: tl.constexpr, GROUPS: tl.constexpr,
+    teller, R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, FP8: tl.constexpr,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, LISTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     flags, deltas, list_index, list_weights, rows, scales = memory
-    if tl.program_id(0) == tl.num_programs(0) - 1:
+    if tl.program_id(0) == teller:
         publish_ended(flags, deltas, state, my_rank, R, LANES)
     # Everyone has read what lies there from the dispatch before.
     wait_all(flags, PULLED, epoch - 1, error, budget_ns, R, LANES)
@@ -110,6 +112,27 @@ def _stage(
         _stage_rows(x, x_stride, n, rows, scales, min_amax, H, FP8, LARGEST, GROUPS)
 
 
+@triton.jit
+def stage_and_meet(
+    x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch, min_amax,
+    R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
+    ROWS: tl.constexpr, LISTS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """My tokens and lists into symmetric memory, and everyone's seen there; all programs must run at once."""
+    # The last program has the least to do.
+    _stage(
+        x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch,
+        min_amax, tl.num_programs(0) - 1, R, LANES, K, H, FP8, LARGEST, ROWS, LISTS, GROUPS,
+    )  # fmt: skip
+    flags, deltas, list_index, list_weights, rows, scales = memory
+    stagers = tl.minimum(tl.maximum(n, 1), tl.num_programs(0))
+    if tl.program_id(0) < stagers:
+        if is_last(state + STAGED_TICKET, stagers):
+            tell_count(flags, deltas, n, my_rank, R, LANES)
+            publish(flags, deltas, READY, epoch, my_rank, R, LANES)
+    wait_all(flags, READY, epoch, error, budget_ns, R, LANES)
+
+
 @triton.jit(do_not_specialize=["n", "my_rank", "budget_ns", "num_experts", "max_tokens"])
 def stage_kernel(
     x, x_stride, index, weights, n, flags, deltas, list_index, list_weights, rows, scales, state, error, budget_ns,
@@ -119,9 +142,10 @@ def stage_kernel(
     """My tokens and lists into symmetric memory; the next kernel raises the flag."""
     memory = (flags, deltas, list_index, list_weights, rows, scales)
     epoch = epochs_ended(state + DISPATCHES) + 1
+    # The first program starts first: the others, which may not all run at once, wait for what it tells.
     _stage(
         x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch,
-        min_amax, R, LANES, K, H, FP8, LARGEST, ROWS, LISTS, GROUPS,
+        min_amax, 0, R, LANES, K, H, FP8, LARGEST, ROWS, LISTS, GROUPS,
     )  # fmt: skip
 
 
@@ -176,7 +200,7 @@ def count_kernel(
 
 
 @triton.jit
-def _count_all(
+def count_all(
     flags, list_index, source, first, my_rank, max_tokens, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     LOCAL: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -199,7 +223,7 @@ def _count_all(
 
 
 @triton.jit
-def _sum_histograms(histograms, num_chunks, chunk, BINS: tl.constexpr, AT_ONCE: tl.constexpr):
+def sum_histograms(histograms, num_chunks, chunk, BINS: tl.constexpr, AT_ONCE: tl.constexpr):
     """Rows of each local expert: all, and those of the chunks before ``chunk``."""
     before = tl.zeros([BINS], tl.int32)
     total = tl.zeros([BINS], tl.int32)
@@ -213,13 +237,15 @@ def _sum_histograms(histograms, num_chunks, chunk, BINS: tl.constexpr, AT_ONCE: 
 
 
 @triton.jit
-def _assign(
+def assign_rows(
     list_index, list_weights, pair_to_row, row_weights, next_row, source, first, end, capacity, my_rank, max_tokens,
-    K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr, SUB: tl.constexpr,
+    row_source, row_target, delta, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr,
+    SUB: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """Rows of the (token, slot) pairs of tokens ``first`` to ``end``, -1 for other ranks' experts.
 
-    ``next_row``: of each expert.
+    ``next_row``: of each expert. UNITS > 0, the units of 16 bytes of a slot's row: no table of pairs is made, but where
+    each row comes from, and the slot that its result goes to, counted in these units from the first one here.
     """
     bins = tl.arange(0, BINS)
     for start in range(first * KP, end * KP, SUB):
@@ -231,12 +257,16 @@ def _assign(
         row = tl.sum(hit * (tl.cumsum(hit, 0) - 1 + next_row[None, :]), 1)
         next_row += tl.sum(hit, 0)
         mine = mine & (row < capacity)
-        tl.store(pair_to_row + place, tl.where(mine, row, -1), mask=mask)
+        if UNITS > 0:
+            tl.store(row_source + row, source << TOKEN_BITS | token, mask=mine)
+            tl.store(row_target + row, delta + (slot * max_tokens.to(tl.int64) + token) * UNITS, mask=mine)
+        else:
+            tl.store(pair_to_row + place, tl.where(mine, row, -1), mask=mask)
         tl.store(row_weights + row, tl.load(list_weights + place, mask=mine), mask=mine)
 
 
 @triton.jit
-def _layout(total, capacity):
+def lay_out(total, capacity):
     """(first row of each expert, rows of each that fit, rows that are needed)."""
     blocks = (total + (ALIGN - 1)) // ALIGN
     ends = tl.cumsum(blocks, 0)
@@ -246,11 +276,11 @@ def _layout(total, capacity):
 
 
 @triton.jit
-def _write_layout(
+def write_layout(
     total, capacity, counts, starts, sizes, flags, max_tokens, error, R: tl.constexpr, LANES: tl.constexpr,
     LOCAL: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    first, fit, needed = _layout(total, capacity)
+    first, fit, needed = lay_out(total, capacity)
     bins = tl.arange(0, BINS)
     tl.store(counts + bins, fit.to(tl.int64), mask=bins < LOCAL)
     tl.store(starts + bins, tl.minimum(first, capacity).to(tl.int64), mask=bins < LOCAL)
@@ -305,7 +335,7 @@ def _zero_padding(
     FILL: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Zeros between each expert's last row and the next expert's first."""
-    starts, _, _ = _layout(total, capacity)
+    starts, _, _ = lay_out(total, capacity)
     bins = tl.arange(0, BINS)
     for expert in range(tl.program_id(0), LOCAL, tl.num_programs(0)):
         end = tl.sum(tl.where(bins == expert, starts + total, 0), 0)
@@ -348,16 +378,10 @@ def dispatch_kernel(
     epoch = epochs_ended(state + DISPATCHES) + 1
     if STAGE:
         memory = (flags, deltas, list_index, list_weights, rows, scales)
-        _stage(
+        stage_and_meet(
             x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch,
             min_amax, R, LANES, K, H, FP8, LARGEST, MOVE, TABLE != REUSED, GROUPS,
         )  # fmt: skip
-        stagers = tl.minimum(tl.maximum(n, 1), programs)
-        if pid < stagers:
-            if is_last(state + STAGED_TICKET, stagers):
-                tell_count(flags, deltas, n, my_rank, R, LANES)
-                publish(flags, deltas, READY, epoch, my_rank, R, LANES)
-        wait_all(flags, READY, epoch, error, budget_ns, R, LANES)
     elif TABLE != COUNTED_BEFORE:
         if pid == 0:
             tell_count(flags, deltas, n, my_rank, R, LANES)
@@ -377,17 +401,17 @@ def dispatch_kernel(
             end = tl.minimum(first + CHUNK, count_of(flags, source, max_tokens))
         if TABLE != REUSED:
             if TABLE == COUNTED_HERE:
-                total, before = _count_all(
+                total, before = count_all(
                     flags, list_index, source, first, my_rank, max_tokens, R, K, KP, LOCAL, BINS, BLOCK
                 )
             else:
-                total, before = _sum_histograms(histograms, num_chunks, source * per_rank + turn // R, BINS, 64)
+                total, before = sum_histograms(histograms, num_chunks, source * per_rank + turn // R, BINS, 64)
             if turn == 0:
-                _write_layout(total, capacity, counts, starts, sizes, flags, max_tokens, error, R, LANES, LOCAL, BINS)
-            first_row, _, _ = _layout(total, capacity)
-            _assign(
+                write_layout(total, capacity, counts, starts, sizes, flags, max_tokens, error, R, LANES, LOCAL, BINS)
+            first_row, _, _ = lay_out(total, capacity)
+            assign_rows(
                 list_index, list_weights, pair_to_row, row_weights, first_row + before, source, first, end, capacity,
-                my_rank, max_tokens, K, KP, LOCAL, BINS, SUB,
+                my_rank, max_tokens, pair_to_row, pair_to_row, 0, K, KP, LOCAL, BINS, SUB, 0,
             )  # fmt: skip
             # Other threads of this program read the table next.
             tl.debug_barrier()

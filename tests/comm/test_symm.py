@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 
@@ -72,6 +73,8 @@ def test_closed_buffers_refuse():
         ((flag_words.REDUCED + 1, 1, 2, 1), ["next call after combine 2", "left combine 1 behind"]),
         ((flag_words.BARRIER + 1, 1, 4, 3), ["to barrier 4", "to barrier 3"]),
         ((flag_words.CAPACITY, 512, 256, 512), ["512 rows were routed", "the pool has 256", "lost"]),
+        ((flag_words.PULLED_ROWS, 7, 128, 3), ["60.0 s for 128 rows to be read of block 7; 3 were", "held SMs"]),
+        ((flag_words.FINISHED_TILES, 7, 32, 5), ["for 32 half tiles of GEMM 1 of block 7; 5 were", "fewer SMs"]),
     ],
 )
 def test_check_says_what_the_error_words_mean(words, texts):
@@ -238,3 +241,57 @@ def test_nvshmem_of_another_group(monkeypatch):
     assert "initialised as rank 3 of 4, which is not this group" in allocators.missing_allocator("nvshmem", object())
     Fake.init_status = staticmethod(lambda: 0)
     assert allocators.missing_allocator("nvshmem", object()) == ""
+
+
+def test_memory_of_nvshmem(monkeypatch):
+    """The calls, with stand-ins for the library and for the group of two ranks."""
+    monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", "1")
+    calls, memories = [], [torch.ones(64, dtype=torch.uint8) for _ in range(2)]
+
+    class Fake:
+        init_status = staticmethod(lambda: 0)
+
+        class interop:
+            class torch:
+                bytetensor = staticmethod(lambda shape, dtype: memories[1])
+                get_peer_tensor = staticmethod(lambda memory, peer: memories[peer])
+                free_tensor = staticmethod(lambda memory: calls.append("free"))
+
+        @staticmethod
+        def get_unique_id(empty):
+            return "empty" if empty else "id"
+
+        @staticmethod
+        def init(device, uid, rank, nranks, initializer_method):
+            calls.append((uid, rank, nranks, initializer_method))
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def set_current(self):
+            calls.append(f"device {self.index}")
+
+    def broadcast(objects, src, group):
+        assert objects == ["empty"] and src == 4
+        objects[0] = "id"
+
+    for name, module in (("nvshmem", Fake), ("nvshmem.core", Fake), ("cuda", Fake), ("cuda.core", Device)):
+        monkeypatch.setitem(sys.modules, name, module)
+    Fake.core, Device.Device = Fake, Device
+    for name, function in (
+        ("get_rank", lambda group: 1),
+        ("get_world_size", lambda group: 2),
+        ("get_global_rank", lambda group, rank: 4 + rank),
+        ("broadcast_object_list", broadcast),
+        ("barrier", lambda group: calls.append("barrier")),
+    ):
+        monkeypatch.setattr(dist, name, function)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+    allocation = allocators.allocate("nvshmem", 64, torch.device("cuda", 3), object())
+    assert allocation.memory is memories[1] and not memories[1].any() and memories[0].all()
+    assert allocation.addresses == [memory.data_ptr() for memory in memories]
+    assert calls == ["device 3", ("id", 1, 2, "uid"), "synchronize", "barrier"]
+    allocation.release()
+    assert calls[-1] == "free"

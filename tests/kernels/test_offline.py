@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton")
 
-from megamoe.kernels import offline, offline_gemm, offline_gemm_k  # noqa: E402
+from megamoe.kernels import mega, offline, offline_gemm, offline_gemm_k, offline_mega  # noqa: E402
 from megamoe.kernels.gluon import launch  # noqa: E402
 from megamoe.kernels.tiles import Problem, legal_k_tiles, legal_tiles  # noqa: E402
 
@@ -23,6 +23,7 @@ SOME = {
     r"^pack UE8M0$": 1,
     r"^dispatch_kernel, dispatch fp8, decode, 1 of 1$": 1,
     r"^combine_kernel, combine, prefill, . of 2$": 2,
+    r"^(mega_moe|route|combine)_kernel, mega 2048 x 768, 64 tokens$": 3,
     r"^fp8 nt 128x256 .* 1 together .* masked swiglu weighted to fp8$": 1,
     r"^fp8 nt 128x256 .* 1 together .* dense to bf16$": 1,
     r"^fp8 nt 16x64 swapped 4 K blocks .* psum to bf16$": 2,
@@ -96,6 +97,19 @@ def test_the_list_has_every_k_grouped_tile_and_result(dtype):
     assert tiles == {(tile.stages, tile.skew) for tile in legal_k_tiles(dtype)}
     results = {(each.arguments["d_desc"].base.dtype, each.constants["ADD"]) for each in found}
     assert len(results) == 4
+
+
+def test_the_list_has_every_kernel_of_a_mega_call():
+    found = offline_mega.movements()
+    names = {each.kernel.fn.__name__ for each in found}
+    assert names == {"route_kernel", "mega_moe_kernel", "combine_kernel"} - (
+        set() if mega.SUPPORTED else {"mega_moe_kernel"}
+    )
+    routes = [each.constants for each in found if each.kernel.fn.__name__ == "route_kernel"]
+    assert {constants["STAGE"] for constants in routes} == {False, True}
+    kernels = [each.constants for each in found if each.kernel.fn.__name__ == "mega_moe_kernel"]
+    for parameter in ("H", "INTER", "SKEW", "CHUNK", "ACTIVATION", "CLAMP"):
+        assert not kernels or len({constants[parameter] for constants in kernels}) > 1, parameter
 
 
 def test_launchers_name_arguments_in_the_kernels_order():

@@ -185,8 +185,10 @@ DISPATCH_BUGS = [
     Bug(
         "inputs announced before they are there",
         MANY,
-        "publish(flags, deltas, READY, epoch, my_rank, R, LANES)\n    wait_all",
-        "publish(flags, deltas, READY, epoch + 1, my_rank, R, LANES)\n    wait_all",
+        "publish(flags, deltas, READY, epoch, my_rank, R, LANES)\n    wait_all(flags, READY, epoch, error, budget_ns, "
+        "R, LANES)\n    per_rank",
+        "publish(flags, deltas, READY, epoch + 1, my_rank, R, LANES)\n    wait_all(flags, READY, epoch, error, "
+        "budget_ns, R, LANES)\n    per_rank",
     ),
     Bug(
         "lists of others are not waited for",
@@ -197,8 +199,9 @@ DISPATCH_BUGS = [
     Bug(
         "staged rows are not waited for",
         ONE,
-        "        wait_all(flags, READY, epoch, error, budget_ns, R, LANES)\n    elif",
-        "    elif",
+        "            publish(flags, deltas, READY, epoch, my_rank, R, LANES)\n    wait_all(flags, READY, epoch, error, "
+        "budget_ns, R, LANES)\n",
+        "            publish(flags, deltas, READY, epoch, my_rank, R, LANES)\n",
     ),
     Bug(
         "reused tables: rows are not waited for",
@@ -357,8 +360,8 @@ COMBINE_BUGS = [
     Bug(
         "results are not told",
         ONE,
-        "            publish(flags, deltas, SCATTERED, epoch, my_rank, R, LANES)\n",
-        "            pass\n",
+        "tl.num_programs(0)):\n            publish(flags, deltas, SCATTERED, epoch, my_rank, R, LANES)\n",
+        "tl.num_programs(0)):\n            pass\n",
     ),
     Bug(
         "sums are not told",
@@ -390,8 +393,8 @@ COMBINE_BUGS = [
     Bug(
         "slots without an expert are summed",
         ONE,
-        "there = (expert >= 0) & (expert < num_experts) & (here == 0)",
-        "there = here == 0",
+        "there = (expert >= 0) & (expert < num_experts)\n",
+        "there = mask\n",
     ),
     Bug(
         "sums in bf16",

@@ -73,7 +73,7 @@ class World:
         extra = {f"symmetric{rank}": allocation for rank, allocation in enumerate(self.allocations)}
         return run_streams(streams, policy=policy, seed=seed, extra=extra, **options)
 
-    def run_until_given_up(self, seed: int) -> Simulation:
+    def run_until_given_up(self, seed: int, **options) -> Simulation:
         """Runs what was added on a device whose clock goes on: a wait that nothing ends is given up.
 
         Under a fair schedule, since a spinning program never sleeps then; and what is read afterwards may race.
@@ -82,7 +82,7 @@ class World:
         def start_clock(simulation: Simulation) -> None:
             simulation.ns_per_look = BUDGET_NS // 1000
 
-        return self.run("random", seed, setup=start_clock, race_check=False, max_steps=10_000)
+        return self.run("random", seed, setup=start_clock, race_check=False, max_steps=10_000, **options)
 
     @property
     def errors(self) -> list[list[int]]:

@@ -19,7 +19,7 @@ from .pointer_access import ATOMICS, as_torch, load, store
 from .state import agent, here, running
 from .tensors import Tensor
 from .tma import TmaModule
-from .values import Int32, unwrap
+from .values import Int32, Int64, unwrap
 
 INSTRUCTIONS = tuple(
     (re.compile(pattern), name)
@@ -30,6 +30,8 @@ INSTRUCTIONS = tuple(
         (r"fence\.proxy\.async", "fence_all"),
         (r"fence\.proxy\.async\.shared::cta", "fence_shared"),
         (r"bar\.warp\.sync .*", "warp_sync"),
+        # A partition is one agent: its lanes have one value anyway.
+        (r"shfl\.sync\.idx\.b32 (\$\d+), \1, 0, 31, 0xffffffff", "nothing"),
         (r"(?:bar|barrier\.cta)\.(sync|arrive) (\d+), (\d+)", "bar"),
         (r"cp\.async\.bulk\.commit_group", "nothing"),
         # Streams run one launch after another here, so a kernel's start waits for nothing.
@@ -126,14 +128,23 @@ def _run(program, text: str, num_outputs: int, args) -> Int32:
     return result
 
 
-@asm(r"^mov\.u64 \$0, %globaltimer;$")
-def _globaltimer(like):
+def _look_at_clock() -> int:
     """Stands still, unless the simulation has ``ns_per_look``: polls that look at it then never sleep."""
     simulation = running()
     if simulation.ns_per_look:
         agent().last_poll = None
         simulation.nanoseconds += simulation.ns_per_look
-    return Tensor(torch.full(unwrap(like).v.shape, simulation.nanoseconds, dtype=torch.int64))
+    return simulation.nanoseconds
+
+
+@asm(r"^mov\.u64 \$0, %globaltimer;$")
+def _globaltimer(like):
+    return Tensor(torch.full(unwrap(like).v.shape, _look_at_clock(), dtype=torch.int64))
+
+
+@asm(r"mov\.u64 t, %globaltimer; mov\.b64 \{a, b\}, t;\s+shfl\.sync\.idx\.b32 a, a, 0, 31, 0xffffffff;")
+def _globaltimer_of_lane_0(_):
+    return Int64(_look_at_clock())
 
 
 @asm(r"^shfl\.sync\.idx\.b32 \$0, \$1, 0, 31, 0xffffffff;$")

@@ -1,0 +1,692 @@
+"""The FP8 mega-kernel for Hopper: tokens in from all ranks, both expert GEMMs, results out to all ranks. Device code.
+
+One launch, as many programs as SMs, which must all run at once since they wait for each other's work. Rows of the pool
+are grouped by expert, each expert's in blocks of 128 rows. Roles of a program:
+
+- two warps pull rows: in the pool's order they copy each from the rank that owns its token, and count it in its block;
+- the loader warp feeds a ring of stages by TMA; tiles of GEMM 1 wait for their block's rows, tiles of GEMM 2 for their
+  block's tiles of GEMM 1, and while they do the weights stream in;
+- two consumers of four warps own 64 rows each of a tile of 128 x 256, as two waves of 128 columns. GEMM 1 takes gate
+  and up of the same 128 columns, so that both meet in one thread; its result is activated, weighted and cast to FP8.
+  GEMM 2's goes straight into the slots of the tokens' ranks;
+- the storer warp writes tiles of GEMM 1 to memory and counts them, while their consumers go on.
+
+Tiles come from a table in which GEMM 2 of a group of blocks trails GEMM 1 by a lag. Every wait is for an earlier tile
+of that order, so the first unfinished tile can always go on. Tiles of at most 64 rows leave consumer 1 out.
+
+Consumers either take turns for each wave, as in ``fp8`` (TURNS), or consumer 1 stays SKEW blocks of K behind, so that
+one's epilogue runs under the other's products. Sums and epilogues have the same bits as the grouped GEMMs'. Their loop
+over K is not used itself: here a tile's halves are loaded apart, and what a tile is comes from a table.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from megamoe.kernels import flag_words
+from megamoe.kernels.gluon import flags, pieces
+from megamoe.kernels.gluon.spelling import cta_barrier, reinterpret, tma_load, tma_store, wait_global_writes
+
+BLOCK = gl.constexpr(128)
+"""Rows of a pool block and of a tile, columns of a wave, and elements of K in a stage: one group of scales."""
+
+HALF = gl.constexpr(64)
+"""Rows of a consumer."""
+
+PEEK = gl.constexpr(4)
+"""Stages before the end of a tile at which the loader looks whether the next one is ready."""
+
+PULLERS = gl.constexpr(2)
+NO_TARGET = gl.constexpr(-(1 << 62))
+"""Target of a padding row."""
+
+PULLED_ROWS = gl.constexpr(flag_words.PULLED_ROWS)
+FINISHED_TILES = gl.constexpr(flag_words.FINISHED_TILES)
+TOKEN_BITS = gl.constexpr(flag_words.TOKEN_BITS)
+
+RESULTS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))
+
+
+# ---------------------------------------------------------------- tiles
+
+
+@gluon.jit
+def columns_tiles(COLUMNS: gl.constexpr):
+    """Tiles of 256 columns; the last may be half full."""
+    return (COLUMNS + 2 * BLOCK - 1) // (2 * BLOCK)
+
+
+@gluon.jit
+def end_of_tiles(sizes, H: gl.constexpr, INTER: gl.constexpr):
+    """End of this program's places in the table of tiles; it takes its number, and every ``num_programs``-th after."""
+    blocks = gl.load(sizes) // BLOCK
+    programs = gl.num_programs(0)
+    me = gl.program_id(0)
+    ups = (blocks * (INTER // BLOCK) + programs - 1 - me) // programs
+    downs = (blocks * columns_tiles(H) + me) // programs
+    return me + (ups + downs) * programs
+
+
+@gluon.jit
+def read_tile(tiles, place, end):
+    """The two words of a tile; valid == 0 and block 0 from the end on."""
+    inside = place < end
+    word = gl.load(tiles + 2 * place, mask=inside, other=0)
+    return word, gl.load(tiles + 2 * place + 1, mask=inside, other=0)
+
+
+@gluon.jit
+def unpack(word):
+    """(expert, column tile, rows, whether of GEMM 2) of a tile's first word; the second is its block."""
+    return word & 255, (word >> 8) & 255, (word >> 16) & 255, word >> 24
+
+
+# ---------------------------------------------------------------- the loader
+
+
+@gluon.jit
+def load_weights(it, first, second, k, two, b_desc, bars, bufs, STAGES: gl.constexpr):
+    """Asks for both waves' columns of a K block, once the stage is free."""
+    full, empty, lead, results_full, results_empty = bars
+    s = it % STAGES
+    mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
+    # The byte count is a compile-time one.
+    mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK + BLOCK * 4, pred=two)
+    mbarrier.expect(full.index(s), (2 * BLOCK + HALF) * BLOCK + HALF * 4, pred=two == 0)
+    tma_load(b_desc, [first, k * BLOCK], full.index(s), bufs[1].index(s * 2))
+    tma_load(b_desc, [second, k * BLOCK], full.index(s), bufs[1].index(s * 2 + 1))
+
+
+@gluon.jit
+def load_rows(it, row, k, two, a_desc, scales_desc, bars, bufs, STAGES: gl.constexpr):
+    """Asks for the rows and their scales; of a half tile only for the upper half's."""
+    s = it % STAGES
+    bar = bars[0].index(s)
+    tma_load(a_desc, [row, k * BLOCK], bar, bufs[0].index(s * 2))
+    tma_load(a_desc, [row + HALF, k * BLOCK], bar, bufs[0].index(s * 2 + 1), pred=two)
+    tma_load(scales_desc, [k, row], bar, bufs[2].index(s * 2))
+    tma_load(scales_desc, [k, row + HALF], bar, bufs[2].index(s * 2 + 1), pred=two)
+
+
+@gluon.jit
+def counter_of(word, block, pulled, finished, INTER: gl.constexpr):
+    """(counter, value at which the tile's rows are there, what it counts)"""
+    expert, n, valid, second = unpack(word)
+    counter = pulled + block
+    target = valid
+    phase = PULLED_ROWS + second * 0
+    if second == 1:
+        counter = finished + block
+        target = (INTER // BLOCK) * (1 + (valid > HALF).to(gl.int32))
+        phase = FINISHED_TILES + second * 0
+    return counter, target, phase
+
+
+@gluon.jit
+def load_tile(
+    it, ready, awaited, block, following, row, first, second, two, a_desc, scales_desc, b_desc, bars, bufs, waits,
+    NK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Feeds one tile. Returns whether the ``following`` one's rows are there, as seen near the end of this one."""
+    error, budget_ns = waits
+    AHEAD: gl.constexpr = STAGES if STAGES < NK else NK
+    LOOK: gl.constexpr = NK - PEEK if NK > PEEK + AHEAD else AHEAD
+    start = 0
+    if ready == 0:
+        if flags.load_counter(awaited[0]) < awaited[1]:
+            for k in range(AHEAD):
+                load_weights(it + k, first, second, k, two, b_desc, bars, bufs, STAGES)
+            flags.wait_for_counter(awaited[0], awaited[1], block, awaited[2], error, budget_ns)
+            for k in range(AHEAD):
+                load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES)
+            start = AHEAD + 0
+        else:
+            flags.fence_proxies()
+    for k in range(start, LOOK):
+        load_weights(it + k, first, second, k, two, b_desc, bars, bufs, STAGES)
+        load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES)
+    next_ready = 0
+    if flags.load_counter(following[0]) >= following[1]:
+        next_ready = 1
+        flags.fence_proxies()
+    for k in range(LOOK, NK):
+        load_weights(it + k, first, second, k, two, b_desc, bars, bufs, STAGES)
+        load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES)
+    return next_ready
+
+
+@gluon.jit
+def load_tiles(descs, bars, bufs, tables, counters, waits, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr):
+    """The loader."""
+    rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc = descs
+    tiles, sizes, row_source, row_target, row_weights = tables
+    pulled, finished = counters
+    UP_K: gl.constexpr = H // BLOCK
+    DOWN_K: gl.constexpr = INTER // BLOCK
+    end = end_of_tiles(sizes, H, INTER)
+    place = gl.program_id(0)
+    it = 0
+    ready = 0
+    word, block = read_tile(tiles, place, end)
+    awaited = counter_of(word, block, pulled, finished, INTER)
+    while place < end:
+        expert, n, valid, second = unpack(word)
+        two = valid > HALF
+        this = block
+        row = block * BLOCK
+        place += gl.num_programs(0)
+        word, block = read_tile(tiles, place, end)
+        following = counter_of(word, block, pulled, finished, INTER)
+        if second == 0:
+            gate = expert * (2 * INTER) + n * BLOCK
+            ready = load_tile(
+                it, ready, awaited, this, following, row, gate, gate + INTER, two, rows_desc, row_scales_desc, up_desc,
+                bars, bufs, waits, UP_K, STAGES,
+            )  # fmt: skip
+            it += UP_K
+        else:
+            # Past the last column are the next expert's: they are not stored.
+            col = expert * H + n * (2 * BLOCK)
+            ready = load_tile(
+                it, ready, awaited, this, following, row, col, col + BLOCK, two, act_desc, act_scales_desc, down_desc,
+                bars, bufs, waits, DOWN_K, STAGES,
+            )  # fmt: skip
+            it += DOWN_K
+        awaited = following
+
+
+# ---------------------------------------------------------------- the storer
+
+
+@gluon.jit
+def store_half(act_desc, d_bufs, bars, turn, row, n, counter, CODES: gl.constexpr, C: gl.constexpr):
+    full, empty, lead, results_full, results_empty = bars
+    mbarrier.wait(results_full.index(C), turn & 1)
+    codes = reinterpret(d_bufs.index(C), gl.float8e4nv, [HALF, BLOCK], CODES)
+    tma_store(act_desc, [row + C * HALF, n * BLOCK], codes)
+    wait_global_writes()
+    mbarrier.arrive(results_empty.index(C), count=1)
+    flags.add_one(counter)
+
+
+@gluon.jit
+def store_tiles(
+    act_desc, bars, d_bufs, tables, counters, H: gl.constexpr, INTER: gl.constexpr, CODES: gl.constexpr
+):  # fmt: skip
+    """The storer: activated tiles into the pool of GEMM 2's rows."""
+    tiles, sizes, row_source, row_target, row_weights = tables
+    pulled, finished = counters
+    end = end_of_tiles(sizes, H, INTER)
+    place = gl.program_id(0)
+    turn0 = 0
+    turn1 = 0
+    while place < end:
+        word, block = read_tile(tiles, place, end)
+        expert, n, valid, second = unpack(word)
+        if second == 0:
+            store_half(act_desc, d_bufs, bars, turn0, block * BLOCK, n, finished + block, CODES, 0)
+            turn0 += 1
+            if valid > HALF:
+                store_half(act_desc, d_bufs, bars, turn1, block * BLOCK, n, finished + block, CODES, 1)
+                turn1 += 1
+        place += gl.num_programs(0)
+
+
+# ---------------------------------------------------------------- pulling rows
+
+
+@gluon.jit
+def pull_rows(
+    tables, counters, peers, pool_words, pool_scales, num_rows, H: gl.constexpr, CHUNK: gl.constexpr, J: gl.constexpr
+):
+    """One warp: every ``num_programs * PULLERS``-th row of the pool from the rank of its token, and its scales."""
+    tiles, sizes, row_source, row_target, row_weights = tables
+    pulled, finished = counters
+    deltas, words, scales = peers
+    WORDS: gl.constexpr = H // 4
+    SCALES: gl.constexpr = H // BLOCK
+    VECTORS: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    col = gl.arange(0, CHUNK, layout=VECTORS)
+    group = pieces.lanes(64)
+    used = gl.load(sizes)
+    row = gl.program_id(0) * PULLERS + J
+    while row < used:
+        source = gl.load(row_source + row)
+        if source >= 0:
+            # As a multiple of whole elements, so that the compiler knows that 16-byte alignment is kept.
+            delta = gl.load(deltas + (source >> TOKEN_BITS)) * 4
+            token = (source & ((1 << TOKEN_BITS) - 1)).to(gl.int64)
+            from_words = words + delta + token * WORDS
+            from_scales = scales + delta + token * SCALES
+            to_words = pool_words + row.to(gl.int64) * WORDS
+            for first in gl.static_range(0, SCALES, 64):
+                inside = group + first < SCALES
+                value = gl.load(from_scales + first + group, mask=inside)
+                gl.store(pool_scales + (group + first) * num_rows + row, value, mask=inside)
+            for start in range(0, WORDS, CHUNK):
+                chunk = gl.load(from_words + start + col, mask=col + start < WORDS)
+                gl.store(to_words + start + col, chunk, mask=col + start < WORDS)
+            flags.add_one(pulled + row // BLOCK)
+        row += gl.num_programs(0) * PULLERS
+
+
+# ---------------------------------------------------------------- consumers
+
+
+@gluon.jit
+def wave(s, half, C: gl.constexpr, partial, bufs):
+    """64 x 128 x 128 on the tensor cores. ``partial`` is ignored but names the registers: one set for all waves."""
+    b = bufs[1].index(s * 2 + half).permute((1, 0))
+    return warpgroup_mma(bufs[0].index(s * 2 + C), b, partial, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def sum_tile(
+    it0, num_k, turn, next0, next1, scales0, scales1, bars, bufs, LEAST: gl.constexpr, STAGES: gl.constexpr,
+    SKEW: gl.constexpr, LEADS: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """fp32 sums of both waves: each product of 128 along K is scaled and added up in registers.
+
+    The second wave's product of a K block is added after the wait for the next one. The first block is peeled off: with
+    a zero partial ptxas would serialise the waves.
+
+    Args:
+        it0, num_k: first stage and number of blocks of K. turn: number of the tile. LEAST: of any tile's ``num_k``.
+        scales0, scales1: pointers to the scales of B of either wave; next0, next1: their first values.
+    """
+    full, empty, lead, results_full, results_empty = bars
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    LR: gl.constexpr = gl.SliceLayout(1, L)
+    f1 = gl.full([HALF, BLOCK], 0.0, gl.float32, L)
+    s = it0 % STAGES
+    mbarrier.wait(full.index(s), (it0 // STAGES) & 1)
+    running = wave(s, 0, C, f1, bufs)
+    b0 = next0
+    b1 = next1
+    k_next = gl.minimum(1, num_k - 1)
+    next0 = gl.load(scales0 + k_next)
+    next1 = gl.load(scales1 + k_next)
+    a = bufs[2].index(s * 2 + C).reshape([HALF]).load(LR)
+    q = warpgroup_mma_wait(0, deps=[running])
+    f0 = q * (a * b0)[:, None]
+    running1 = wave(s, 1, C, q, bufs)
+    scale1 = a * b1
+    for k in range(1, num_k):
+        it = it0 + k
+        s = it % STAGES
+        b0 = next0
+        b1 = next1
+        k_next = gl.minimum(k + 1, num_k - 1)
+        next0 = gl.load(scales0 + k_next)
+        next1 = gl.load(scales1 + k_next)
+        mbarrier.wait(full.index(s), (it // STAGES) & 1)
+        a = bufs[2].index(s * 2 + C).reshape([HALF]).load(LR)
+        p = warpgroup_mma_wait(0, deps=[running1])
+        mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
+        if C == 0:
+            # Consumer 1 may start.
+            mbarrier.arrive(lead.index(turn % LEADS), count=1, pred=k == SKEW)
+        f1 += p * scale1[:, None]
+        running = wave(s, 0, C, p, bufs)
+        q = warpgroup_mma_wait(0, deps=[running])
+        f0 += q * (a * b0)[:, None]
+        running1 = wave(s, 1, C, q, bufs)
+        scale1 = a * b1
+    p = warpgroup_mma_wait(0, deps=[running1])
+    mbarrier.arrive(empty.index((it0 + num_k - 1) % STAGES), count=1)
+    if C == 0:
+        if LEAST <= SKEW:
+            mbarrier.arrive(lead.index(turn % LEADS), count=1, pred=num_k <= SKEW)
+    f1 += p * scale1[:, None]
+    return f0, f1
+
+
+@gluon.jit
+def weight_scales(word, up_scales, down_scales, H: gl.constexpr, INTER: gl.constexpr):
+    """Pointers to the scales of B of a tile's waves, and their first values; these wait for nothing."""
+    expert, n, valid, second = unpack(word)
+    UP_K: gl.constexpr = H // BLOCK
+    DOWN_K: gl.constexpr = INTER // BLOCK
+    scales0 = up_scales + (expert * (2 * INTER // BLOCK) + n) * UP_K
+    scales1 = scales0 + (INTER // BLOCK) * UP_K
+    if second == 1:
+        scales0 = down_scales + (expert * (H // BLOCK) + 2 * n) * DOWN_K
+        scales1 = scales0 + DOWN_K
+        if H % (2 * BLOCK) != 0:
+            scales1 = scales0 + gl.where(2 * n + 1 < H // BLOCK, DOWN_K, 0)
+    return scales0, scales1, gl.load(scales0), gl.load(scales1)
+
+
+@gluon.jit
+def activate_rows(
+    f0, f1, weights, clamp, act_scales, row, n, num_rows, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr
+):  # fmt: skip
+    """activation(gate) * up * routing weight in FP8; the scales, max(amax, 1e-10) / 448 of each row, go to memory."""
+    L: gl.constexpr = f0.type.layout
+    gate = pieces.activate_gate(f0, clamp, ACTIVATION, CLAMP)
+    act = pieces.multiply_up(gate, f1, clamp, ACTIVATION, CLAMP) * weights[:, None]
+    amax = gl.maximum(gl.max(gl.abs(act), 1), pieces.MIN_AMAX)
+    rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, L))
+    gl.store(act_scales + n * num_rows + rows, amax * (1.0 / 448.0))
+    return (act * (448.0 / amax)[:, None]).to(gl.float8e4nv)
+
+
+@gluon.jit
+def scatter_rows(d_buf, f0, f1, row_target, row, slots, n, H: gl.constexpr):
+    """BF16 rows into the slots of their tokens, 256 contiguous bytes of each at a time."""
+    B: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    target = gl.load(row_target + row + gl.arange(0, HALF, layout=gl.SliceLayout(1, B)))
+    cols = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, B))
+    pointers = (slots + n * (2 * BLOCK) + target * 8)[:, None] + cols[None, :]
+    wanted = (target != NO_TARGET)[:, None] & (cols >= 0)[None, :]
+    cta_barrier()
+    d_buf.store(f0.to(gl.bfloat16))
+    cta_barrier()
+    gl.store(pointers, d_buf.load(B), mask=wanted)
+    cta_barrier()
+    d_buf.store(f1.to(gl.bfloat16))
+    cta_barrier()
+    if H % (2 * BLOCK) != 0:
+        wanted = wanted & ((2 * n + 1) * BLOCK < H)
+    gl.store(pointers + BLOCK, d_buf.load(B), mask=wanted)
+
+
+@gluon.jit
+def finish_tile(
+    tile, f0, f1, weights, bars, d_bufs, tables, slots, act_scales, num_rows, clamp, stored, H: gl.constexpr,
+    ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """The epilogue of a tile ``(word, block)``. ``stored``: tiles of GEMM 1 before; returns those with this one."""
+    full, empty, lead, results_full, results_empty = bars
+    tiles, sizes, row_source, row_target, row_weights = tables
+    word, block = tile
+    expert, n, valid, second = unpack(word)
+    row = block * BLOCK + C * HALF
+    d_buf = d_bufs.index(C)
+    if second == 0:
+        codes = activate_rows(f0, f1, weights, clamp, act_scales, row, n, num_rows, ACTIVATION, CLAMP)
+        mbarrier.wait(results_empty.index(C), (stored & 1) ^ 1)
+        reinterpret(d_buf, gl.float8e4nv, [HALF, BLOCK], CODES).store(codes)
+        fence_async_shared()
+        mbarrier.arrive(results_full.index(C), count=1)
+    else:
+        mbarrier.wait(results_empty.index(C), (stored & 1) ^ 1)
+        scatter_rows(d_buf, f0, f1, row_target, row, slots, n, H)
+    return stored + 1 - second
+
+
+@gluon.jit
+def routing_weights(block, row_weights, LR: gl.constexpr, C: gl.constexpr):
+    """Of consumer C's rows."""
+    return gl.load(row_weights + block * BLOCK + C * HALF + gl.arange(0, HALF, layout=LR))
+
+
+@gluon.jit
+def consume_tiles(
+    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H: gl.constexpr,
+    INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, LEADS: gl.constexpr, ACTIVATION: gl.constexpr,
+    CLAMP: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Consumer C, rows 64 C .. 64 C + 63 of each tile: consumer 1 stays behind consumer 0."""
+    full, empty, lead, results_full, results_empty = bars
+    tiles, sizes, row_source, row_target, row_weights = tables
+    UP_K: gl.constexpr = H // BLOCK
+    DOWN_K: gl.constexpr = INTER // BLOCK
+    LEAST: gl.constexpr = UP_K if UP_K < DOWN_K else DOWN_K
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    LR: gl.constexpr = gl.SliceLayout(1, L)
+    end = end_of_tiles(sizes, H, INTER)
+    place = gl.program_id(0)
+    it0 = 0
+    turn = 0
+    stored = 0
+    word, block = read_tile(tiles, place, end)
+    scales0, scales1, next0, next1 = weight_scales(word, up_scales, down_scales, H, INTER)
+    while place < end:
+        tile = (word, block)
+        expert, n, valid, second = unpack(word)
+        place += gl.num_programs(0)
+        word, block = read_tile(tiles, place, end)
+        if C == 1:
+            mbarrier.wait(lead.index(turn % LEADS), (turn // LEADS) & 1)
+        num_k = UP_K if second == 0 else DOWN_K
+        if valid > C * HALF:
+            weights = routing_weights(tile[1], row_weights, LR, C)
+            f0, f1 = sum_tile(
+                it0, num_k, turn, next0, next1, scales0, scales1, bars, bufs, LEAST, STAGES, SKEW, LEADS, C
+            )  # fmt: skip
+            scales0, scales1, next0, next1 = weight_scales(word, up_scales, down_scales, H, INTER)
+            stored = finish_tile(
+                tile, f0, f1, weights, bars, d_bufs, tables, slots, act_scales, num_rows, clamp, stored, H, ACTIVATION,
+                CLAMP, CODES, C,
+            )  # fmt: skip
+        else:
+            scales0, scales1, next0, next1 = weight_scales(word, up_scales, down_scales, H, INTER)
+            for k in range(num_k):
+                it = it0 + k
+                mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
+                mbarrier.arrive(empty.index(it % STAGES), count=1)
+        it0 += num_k
+        turn += 1
+
+
+@gluon.jit
+def consume_in_turns(
+    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H: gl.constexpr,
+    INTER: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, CODES: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """The same, taking turns with the other consumer for each wave; a tile is finished under the next one's first wave.
+
+    What is held back until then may be what the next tile waits for: GEMM 2 of the same block, or of a later one whose
+    GEMM 1 another program holds back in turn. Then it is finished before. GEMM 2 of an earlier block is no danger: a
+    chain of such waits comes to ever earlier blocks, and ends.
+    """
+    full, empty, lead, results_full, results_empty = bars
+    tiles, sizes, row_source, row_target, row_weights = tables
+    UP_K: gl.constexpr = H // BLOCK
+    DOWN_K: gl.constexpr = INTER // BLOCK
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    LR: gl.constexpr = gl.SliceLayout(1, L)
+    end = end_of_tiles(sizes, H, INTER)
+    place = gl.program_id(0)
+    it = 0
+    stored = 0
+    held = 0
+    f0 = gl.full([HALF, BLOCK], 0.0, gl.float32, L)
+    f1 = gl.full([HALF, BLOCK], 0.0, gl.float32, L)
+    p = f0
+    word, block = read_tile(tiles, place, end)
+    last_word = word
+    last_block = block
+    scales0, scales1, next0, next1 = weight_scales(word, up_scales, down_scales, H, INTER)
+    if C == 1:
+        pieces.pass_turn(C)
+    while place < end:
+        expert, n, valid, second = unpack(word)
+        num_k = UP_K if second == 0 else DOWN_K
+        awaited = (second == 1) & (last_word >> 24 == 0) & (block >= last_block)
+        if (held == 1) & (awaited | (valid <= C * HALF)):
+            weights = routing_weights(last_block, row_weights, LR, C)
+            stored = finish_tile(
+                (last_word, last_block), f0, f1, weights, bars, d_bufs, tables, slots, act_scales, num_rows, clamp,
+                stored, H, ACTIVATION, CLAMP, CODES, C,
+            )  # fmt: skip
+            held = 0
+        if valid > C * HALF:
+            s = it % STAGES
+            mbarrier.wait(full.index(s), (it // STAGES) & 1)
+            b0 = next0
+            b1 = next1
+            k_next = gl.minimum(1, num_k - 1)
+            next0 = gl.load(scales0 + k_next)
+            next1 = gl.load(scales1 + k_next)
+            a = bufs[2].index(s * 2 + C).reshape([HALF]).load(LR)
+            pieces.wait_turn(C)
+            running = wave(s, 0, C, p, bufs)
+            pieces.pass_turn(C)
+            if held == 1:
+                weights1 = routing_weights(last_block, row_weights, LR, C)
+                stored = finish_tile(
+                    (last_word, last_block), f0, f1, weights1, bars, d_bufs, tables, slots, act_scales, num_rows, clamp,
+                    stored, H, ACTIVATION, CLAMP, CODES, C,
+                )  # fmt: skip
+            p = warpgroup_mma_wait(0, deps=[running])
+            f0 = p * (a * b0)[:, None]
+            pieces.wait_turn(C)
+            running1 = wave(s, 1, C, p, bufs)
+            pieces.pass_turn(C)
+            scale1 = a * b1
+            f1 = gl.full([HALF, BLOCK], 0.0, gl.float32, L)
+            for k in range(1, num_k):
+                it += 1
+                s = it % STAGES
+                b0 = next0
+                b1 = next1
+                k_next1 = gl.minimum(k + 1, num_k - 1)
+                next0 = gl.load(scales0 + k_next1)
+                next1 = gl.load(scales1 + k_next1)
+                mbarrier.wait(full.index(s), (it // STAGES) & 1)
+                q = warpgroup_mma_wait(0, deps=[running1])
+                mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
+                a = bufs[2].index(s * 2 + C).reshape([HALF]).load(LR)
+                f1 += q * scale1[:, None]
+                pieces.wait_turn(C)
+                running = wave(s, 0, C, q, bufs)
+                pieces.pass_turn(C)
+                p = warpgroup_mma_wait(0, deps=[running])
+                f0 += p * (a * b0)[:, None]
+                pieces.wait_turn(C)
+                running1 = wave(s, 1, C, p, bufs)
+                pieces.pass_turn(C)
+                scale1 = a * b1
+            p = warpgroup_mma_wait(0, deps=[running1])
+            mbarrier.arrive(empty.index(it % STAGES), count=1)
+            f1 += p * scale1[:, None]
+            it += 1
+            held = 1
+            last_word = word
+            last_block = block
+        else:
+            for _ in range(num_k):
+                mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
+                pieces.wait_turn(C)
+                pieces.pass_turn(C)
+                pieces.wait_turn(C)
+                pieces.pass_turn(C)
+                mbarrier.arrive(empty.index(it % STAGES), count=1)
+                it += 1
+        place += gl.num_programs(0)
+        word, block = read_tile(tiles, place, end)
+        scales0, scales1, next0, next1 = weight_scales(word, up_scales, down_scales, H, INTER)
+    if held == 1:
+        weights2 = routing_weights(last_block, row_weights, LR, C)
+        finish_tile(
+            (last_word, last_block), f0, f1, weights2, bars, d_bufs, tables, slots, act_scales, num_rows, clamp, stored,
+            H, ACTIVATION, CLAMP, CODES, C,
+        )  # fmt: skip
+
+
+@gluon.jit
+def consume(
+    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H: gl.constexpr,
+    INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, LEADS: gl.constexpr, TURNS: gl.constexpr,
+    ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    if TURNS:
+        consume_in_turns(
+            bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H, INTER, STAGES,
+            ACTIVATION, CLAMP, CODES, C,
+        )  # fmt: skip
+    else:
+        consume_tiles(
+            bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H, INTER, STAGES,
+            SKEW, LEADS, ACTIVATION, CLAMP, CODES, C,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the kernel
+
+
+@gluon.jit(do_not_specialize=["budget_ns", "clamp"])
+def mega_moe_kernel(
+    rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc, tiles, sizes, row_source, row_target,
+    row_weights, pulled, finished, error, budget_ns, deltas, words, scales, slots, pool_words, pool_scales, act_scales,
+    up_scales, down_scales, num_rows, clamp, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr,
+    SKEW: gl.constexpr, TURNS: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """One launch; e local experts, P rows of the pool.
+
+    Args:
+        rows_desc, act_desc: e4m3 [P, H] and [P, I], boxes [64, 128].
+        up_desc, down_desc: e4m3 [e * 2 I, H] and [e * H, I], boxes [128, 128].
+        row_scales_desc, act_scales_desc: fp32 [H / 128, P] and [I / 128, P], boxes [1, 64].
+        tiles: int32 pairs, see ``triton_route``. sizes: int32, the rows of the pool that are in use.
+        row_source, row_target, row_weights: [P], see ``triton_route``.
+        pulled, finished: int32 [P / 128], zeros.
+        error, budget_ns, deltas: as in ``PeerMemory``. words, scales, slots: my part of the symmetric memory.
+        pool_words, pool_scales, act_scales: the same memory as the descriptors'.
+        up_scales, down_scales: fp32 [e, 2 I / 128, H / 128] and [e, H / 128, I / 128].
+        num_rows: P.
+    """
+    a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, HALF, BLOCK], rows_desc.layout)
+    b_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, BLOCK, BLOCK], up_desc.layout)
+    d_bufs = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, BLOCK], RESULTS_LAYOUT)
+    s_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * 2, 1, HALF], row_scales_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    # Consumer 0 is at most STAGES blocks of K ahead. It must not tell of one tile and then of the next of the same
+    # barrier before consumer 1 has waited for the first: a barrier's parity could not tell them apart.
+    NK: gl.constexpr = (H if H < INTER else INTER) // BLOCK
+    TOLD: gl.constexpr = SKEW if SKEW < NK - 1 else NK - 1
+    LEADS: gl.constexpr = 1 if NK + TOLD >= STAGES else (STAGES - TOLD + NK - 1) // NK
+    gl.static_assert(SKEW > 0 and STAGES > SKEW and LEADS * NK + TOLD >= STAGES)
+    lead = gl.allocate_shared_memory(gl.int64, [LEADS, 1], mbarrier.MBarrierLayout())
+    for tile in gl.static_range(LEADS):
+        mbarrier.init(lead.index(tile), count=1)
+    results_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    results_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(2):
+        mbarrier.init(results_full.index(c), count=1)
+        mbarrier.init(results_empty.index(c), count=1)
+    bars = (full, empty, lead, results_full, results_empty)
+    bufs = (a_bufs, b_bufs, s_bufs)
+    tables = (tiles, sizes, row_source, row_target, row_weights)
+    counters = (pulled, finished)
+    peers = (deltas, words, scales)
+    descs = (rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc)
+    waits = (error, budget_ns)
+    CODES: gl.constexpr = rows_desc.layout
+    gl.warp_specialize(
+        [
+            (
+                consume,
+                (
+                    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H, INTER,
+                    STAGES, SKEW, LEADS, TURNS, ACTIVATION, CLAMP, CODES, 0,
+                ),
+            ),
+            (
+                consume,
+                (
+                    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H, INTER,
+                    STAGES, SKEW, LEADS, TURNS, ACTIVATION, CLAMP, CODES, 1,
+                ),
+            ),
+            (load_tiles, (descs, bars, bufs, tables, counters, waits, H, INTER, STAGES)),
+            (store_tiles, (act_desc, bars, d_bufs, tables, counters, H, INTER, CODES)),
+            (pull_rows, (tables, counters, peers, pool_words, pool_scales, num_rows, H, CHUNK, 0)),
+            (pull_rows, (tables, counters, peers, pool_words, pool_scales, num_rows, H, CHUNK, 1)),
+        ],
+        [4, 1, 1, 1, 1],
+        [CONSUMER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,197 @@
+"""What a call of the mega-kernel needs besides the exchange's memory, and how it is set: pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megamoe.errors import check_int, fail_value
+from megamoe.kernels import flag_words
+from megamoe.kernels.layout import ALIGN, align_up
+from megamoe.plan import MemoryPlan
+
+MOST_HIDDEN, MOST_INTERMEDIATE = 16384, 18432
+MOST_LOCAL_EXPERTS, MOST_TOP_K = 256, 16
+"""Limits of the table of tiles (8 bits for an expert, and for a tile of columns) and of what was tested."""
+
+FUSED_ENTRIES = 16384
+"""(token, slot) pairs of all ranks up to which one launch stages, counts and plans; every program counts all."""
+
+ROUTE_PROGRAMS = 32
+"""Programs that stage and plan in one launch, if there are no more tokens."""
+
+REGION_ALIGN = 1024
+
+
+@dataclass(frozen=True)
+class MegaSettings:
+    """How a mega-kernel runs; see ``choose_settings``.
+
+    Attributes:
+        sms: its programs, which must all run at once: at most the SMs that nothing else holds.
+        group, lag: blocks of rows that share weights in L2, and groups by which GEMM 2 trails GEMM 1.
+        stages, skew: of the ring, and blocks of K that the second consumer stays behind the first: 1 to stages - 1.
+        turns: consumers take turns for each wave instead.
+        chunk: int32 words that a warp copies at a time when it pulls a row.
+        consumer_registers, worker_registers: of each thread of those roles.
+    """
+
+    sms: int
+    group: int
+    lag: int
+    stages: int = 4
+    skew: int = 1
+    turns: bool = False
+    chunk: int = 512
+    consumer_registers: int = 232
+    worker_registers: int = 40
+
+
+def choose_settings(*, tokens: int, ranks: int, top_k: int, num_experts: int, sms: int) -> MegaSettings:
+    """Settings that measured best on H200 (E = 64, H = 7168, I = 2048, top-8, two ranks).
+
+    Short groups where most blocks are full, so that GEMM 2 finds what GEMM 1 has written in L2; long ones where most
+    hold few rows and the weights are all that is read.
+
+    Args:
+        tokens: T, at most of any rank. sms: SMs of the device.
+    """
+    group, lag = (4, 2) if ranks * tokens * top_k > 64 * num_experts else (8, 1)
+    return MegaSettings(sms=sms, group=group, lag=lag)
+
+
+@dataclass(frozen=True)
+class ScratchRegion:
+    """A tensor of a rank's own memory: name, dtype, shape and its distance in bytes from the start."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class MegaPlan:
+    """The memory of a rank's own for mega-kernels of one layer; layers that run one after another share it.
+
+    Attributes:
+        memory: of the exchange.
+        intermediate_size: I.
+        num_rows: P, rows of the pool.
+        sms: programs at most.
+        chunk: tokens of one source rank that are counted together.
+        fused: one launch stages, counts and plans.
+        regions: in ascending order of offsets.
+        total: bytes.
+    """
+
+    memory: MemoryPlan
+    intermediate_size: int
+    num_rows: int
+    sms: int
+    chunk: int
+    fused: bool
+    regions: tuple[ScratchRegion, ...]
+    total: int
+
+    @property
+    def up_tiles(self) -> int:
+        """Tiles of GEMM 1 for each block of rows: 128 columns of gate and of up."""
+        return self.intermediate_size // 128
+
+    @property
+    def down_tiles(self) -> int:
+        """Tiles of GEMM 2 for each block of rows: 256 columns."""
+        return -(-self.memory.hidden_size // 256)
+
+    def views(self, scratch: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each region as a tensor: views of ``scratch``, uint8 ``[total]``."""
+        out = {}
+        for region in self.regions:
+            length = torch.Size(region.shape).numel() * region.dtype.itemsize
+            out[region.name] = scratch[region.offset : region.offset + length].view(region.dtype).view(region.shape)
+        return out
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def plan_mega(memory: MemoryPlan, intermediate_size: int, sms: int, num_rows: int | None = None) -> MegaPlan:
+    """The scratch memory of a mega-kernel: every table and pool that it needs, nothing allocated.
+
+    Args:
+        memory: of the exchange, with ``precision="fp8"``.
+        intermediate_size: I.
+        sms: programs at most.
+        num_rows: P, rows of the pool, a multiple of 128; default: the most that any routing needs. Rows beyond are lost
+            and reported, as in a dispatch.
+
+    Raises:
+        MegaMoEError: a size is not a multiple of 128 or beyond the kernel's limits.
+    """
+    hidden, local = memory.hidden_size, memory.num_local_experts
+    for name, size, most in (
+        ("hidden_size", hidden, MOST_HIDDEN),
+        ("intermediate_size", intermediate_size, MOST_INTERMEDIATE),
+    ):
+        if size < 1 or size % 128 or size > most:
+            fail_value(name, size, f"must be a multiple of 128 up to {most}", "Pad the weights with zeros.")
+    if not memory.fp8:
+        fail_value("precision", "bf16", "must be fp8 for the mega-kernel", 'Plan with precision="fp8".')
+    if local > MOST_LOCAL_EXPERTS:
+        fail_value("num_local_experts", local, f"must be at most {MOST_LOCAL_EXPERTS}", "Use more ranks.")
+    if memory.top_k > MOST_TOP_K:
+        fail_value("top_k", memory.top_k, f"must be at most {MOST_TOP_K}", "Use separate kernels.")
+    if memory.max_tokens >= 1 << flag_words.TOKEN_BITS:
+        fail_value("tokens", memory.max_tokens, f"must be below 2^{flag_words.TOKEN_BITS}", "Lower it.")
+    check_int("sms", sms, 1)
+    if num_rows is None:
+        num_rows = memory.most_rows
+    check_int("num_rows", num_rows, ALIGN)
+    if num_rows % ALIGN:
+        fail_value("num_rows", num_rows, f"must be a multiple of {ALIGN}", f"Pass {align_up(num_rows)}.")
+    groups, act_groups = hidden // 128, intermediate_size // 128
+    if num_rows * max(groups, act_groups) >= 2**31:
+        fail_value("num_rows", num_rows, "times the scales of a row must stay below 2^31", "Lower it, or the tokens.")
+    ranks, pairs = memory.ep_size, memory.ep_size * memory.max_tokens * next_power_of_two(memory.top_k)
+    # Enough chunks for all programs; but one chunk costs a look at all counts.
+    chunk = 128
+    while chunk > 8 and ranks * memory.max_tokens < 2 * chunk * sms:
+        chunk //= 2
+    chunks, bins = ranks * -(-memory.max_tokens // chunk), max(16, next_power_of_two(local))
+    blocks = num_rows // ALIGN
+    # Both round robins may end in gaps of a tile a program.
+    tiles = blocks * (act_groups + -(-hidden // 256)) + 2 * sms
+    fp8, fp32, int32, int64 = torch.float8_e4m3fn, torch.float32, torch.int32, torch.int64
+    sizes = (
+        ("counts", int64, (local,)),
+        ("starts", int64, (local,)),
+        ("sizes", int32, (1 + ranks,)),
+        ("pulled", int32, (blocks,)),
+        ("finished", int32, (blocks,)),
+        ("tiles", int32, (tiles, 2)),
+        ("histograms", int32, (chunks, bins)),
+        ("row_source", int32, (num_rows,)),
+        ("row_target", int64, (num_rows,)),
+        ("row_weights", fp32, (num_rows,)),
+        ("rows", fp8, (num_rows, hidden)),
+        ("row_scales", fp32, (groups, num_rows)),
+        ("act", fp8, (num_rows, intermediate_size)),
+        ("act_scales", fp32, (act_groups, num_rows)),
+    )
+    regions, offset = [], 0
+    for name, dtype, shape in sizes:
+        regions.append(ScratchRegion(name, dtype, shape, offset))
+        offset += align_up(torch.Size(shape).numel() * dtype.itemsize, REGION_ALIGN)
+    return MegaPlan(
+        memory=memory,
+        intermediate_size=intermediate_size,
+        num_rows=num_rows,
+        sms=sms,
+        chunk=chunk,
+        fused=pairs <= FUSED_ENTRIES,
+        regions=tuple(regions),
+        total=offset,
+    )

@@ -1,0 +1,103 @@
+"""The kernels of mega-kernel calls in the forms that ``mega`` asks for, for ``offline``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megamoe.config import MoEConfig
+from megamoe.kernels import mega, peer_rows
+from megamoe.kernels.mega_plan import choose_settings, plan_mega
+from megamoe.kernels.offline_exchange import SMS, Movement, empty
+from megamoe.plan import plan_memory
+from megamoe.types import Fp8Tensor
+
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+SHAPES = {
+    (7168, 2048, 64, 8, 2): (64, 8192),
+    (4096, 2048, 64, 6, 2): (2048,),
+    (4096, 1536, 128, 8, 8): (2048,),
+    (2048, 1408, 64, 6, 2): (64,),
+    (2048, 768, 128, 8, 8): (64,),
+    (2944, 2944, 32, 4, 2): (2048,),
+    (6144, 14336, 8, 2, 2): (2048,),
+    (16384, 18432, 512, 16, 2): (2048,),
+    (128, 128, 8, 2, 2): (64,),
+}
+"""(H, I, experts, slots, ranks): tokens of each rank."""
+
+
+def _calls() -> Iterator[Movement]:
+    for (hidden, intermediate, experts, top_k, ranks), all_tokens in SHAPES.items():
+        for tokens in all_tokens:
+            yield from _call(
+                f"{hidden} x {intermediate}, {tokens} tokens", hidden, intermediate, experts, top_k, ranks, tokens
+            )
+    shape = (7168, 2048, 64, 8, 2)
+    yield from _call("7168 x 2048, clamp", *shape, 64, clamp=10.0)
+    for skew in (2, 3):
+        yield from _call(f"7168 x 2048, skew {skew}", *shape, 64, skew=skew)
+    yield from _call("7168 x 2048, turns", *shape, 64, turns=True)
+    yield from _call("4096 x 1536, turns", 4096, 1536, 128, 8, 8, 2048, turns=True)
+    yield from _call("7168 x 2048, long chunks", *shape, 64, chunk=1024)
+    for activation in ("swiglu_oai", "geglu_tanh", "geglu"):
+        yield from _call(f"7168 x 2048, {activation}", *shape, 64, activation=activation)
+
+
+def _call(
+    name: str,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int,
+    ranks: int,
+    tokens: int,
+    *,
+    activation: str = "swiglu",
+    clamp: float | None = None,
+    **settings: Any,
+) -> Iterator[Movement]:
+    memory_plan = plan_memory(MoEConfig(hidden, intermediate, experts, top_k, precision="fp8"), ranks, tokens)
+    views = {region.name: empty(region.nbytes, dtype=torch.uint8) for region in memory_plan.regions}
+    memory = peer_rows.peer_memory(memory_plan, views, 0, empty(ranks, dtype=torch.int64), 10**10)
+    plan = plan_mega(memory_plan, intermediate, SMS)
+    local = memory_plan.num_local_experts
+    chosen = choose_settings(tokens=tokens, ranks=ranks, top_k=top_k, num_experts=experts, sms=SMS)
+    launches = mega.call(
+        plan,
+        replace(chosen, **settings),
+        memory,
+        plan.views(empty(plan.total, dtype=torch.uint8)),
+        empty(tokens, hidden, dtype=BF16),
+        (empty(tokens, top_k, dtype=torch.int64), empty(tokens, top_k)),
+        _weights(local, 2 * intermediate, hidden),
+        _weights(local, hidden, intermediate),
+        empty(tokens, hidden, dtype=BF16),
+        num_experts=experts,
+        activation=activation,
+        clamp=clamp,
+        all_sms=SMS,
+    )
+    for launch in launches:
+        yield Movement(f"{launch.kernel.fn.__name__}, mega {name}", launch)
+
+
+def _weights(experts: int, rows: int, columns: int) -> Fp8Tensor:
+    codes = empty(experts, rows, columns, dtype=FP8)
+    return Fp8Tensor(codes, empty(experts, rows // 128, columns // 128), (128, 128))
+
+
+def movements() -> list[Movement]:
+    """Every kernel once; those of the exchange itself are ``offline_exchange``'s."""
+    found: dict[tuple, Movement] = {}
+    for movement in _calls():
+        name = movement.kernel.fn.__name__
+        if name == "mega_moe_kernel" and not mega.SUPPORTED:
+            continue
+        if name not in ("stage_kernel", "count_kernel"):
+            found.setdefault((name, *map(str, movement.constants.items())), movement)
+    return list(found.values())

@@ -1,0 +1,149 @@
+"""Triton kernel that plans a mega-kernel: rows of the pool, their sources and targets, and the order of tiles.
+
+It takes the exchange's lists as ``triton_dispatch`` stages and counts them, and makes no copy of any row: rows are
+ordered by (expert, source rank, token, slot) here too. All tables are local and written anew in every call, so a call
+that was given up on cannot spoil the next.
+
+Tables, for P rows, each expert's in blocks of 128:
+
+- ``row_source`` int32 [P]: rank << TOKEN_BITS | token, -1 = padding; ``row_target`` int64 [P]: the slot of the result,
+  from my first slot, in units of 16 bytes, NO_TARGET = padding; ``row_weights`` fp32 [P].
+- ``pulled``, ``finished`` int32 [P / 128]: the mega-kernel's counters, zeros.
+- ``tiles`` int32 pairs: expert | column tile << 8 | rows << 16 | whether of GEMM 2 << 24, and the block. Program p of
+  the mega-kernel takes places p, p + programs and so on.
+
+Order of tiles: GEMM 1 of a group of blocks comes before GEMM 2 of the group that is LAG behind. Tiles of GEMM 1 are
+dealt to programs forwards, those of GEMM 2 backwards, each a round robin of its own: so no program has more than one
+tile more of either than another.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megamoe.kernels.triton_dispatch import (
+    ALIGN,
+    COUNTED_HERE,
+    assign_rows,
+    count_all,
+    lay_out,
+    stage_and_meet,
+    sum_histograms,
+    write_layout,
+)
+from megamoe.kernels.triton_flags import DISPATCHES, count_of, epochs_ended
+
+NO_TARGET = tl.constexpr(-(1 << 62))
+
+
+@triton.jit
+def _blocks(block, total, capacity, BINS: tl.constexpr):
+    """(expert, rows) of blocks of the pool."""
+    starts, fit, _ = lay_out(total, capacity)
+    ends = starts + (fit + (ALIGN - 1)) // ALIGN * ALIGN
+    expert = tl.minimum(tl.sum((ends[None, :] <= (block * ALIGN)[:, None]).to(tl.int32), 1), BINS - 1)
+    rows = tl.gather(fit, expert, 0) - (block * ALIGN - tl.gather(starts, expert, 0))
+    return expert, tl.minimum(tl.maximum(rows, 0), ALIGN)
+
+
+@triton.jit
+def _write_blocks(
+    total, num_blocks, capacity, row_source, row_target, pulled, finished, BINS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Zeroed counters, and marks on padding rows."""
+    for first in range(tl.program_id(0) * BLOCKS, num_blocks, tl.num_programs(0) * BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        inside = block < num_blocks
+        expert, rows = _blocks(block, total, capacity, BINS)
+        tl.store(pulled + block, tl.zeros([BLOCKS], tl.int32), mask=inside)
+        tl.store(finished + block, tl.zeros([BLOCKS], tl.int32), mask=inside)
+        offset = tl.arange(0, ALIGN)
+        row = (block * ALIGN)[:, None] + offset[None, :]
+        padding = inside[:, None] & (offset[None, :] >= rows[:, None])
+        tl.store(row_source + row, tl.full([BLOCKS, ALIGN], -1, tl.int32), mask=padding)
+        tl.store(row_target + row, tl.full([BLOCKS, ALIGN], NO_TARGET, tl.int64), mask=padding)
+
+
+@triton.jit
+def _write_tiles(
+    total, num_blocks, capacity, tiles, programs, group, lag, UPS: tl.constexpr, DOWNS: tl.constexpr,
+    BINS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """The order of tiles: UPS of GEMM 1 and DOWNS of GEMM 2 for each block, ``group`` blocks at a time."""
+    num_tiles = num_blocks * (UPS + DOWNS)
+    for start in range(tl.program_id(0) * TILES, num_tiles, tl.num_programs(0) * TILES):
+        tile = start + tl.arange(0, TILES)
+        second = (tile >= num_blocks * UPS).to(tl.int32)
+        tile_of_gemm = tile - second * num_blocks * UPS
+        columns = tl.where(second == 0, UPS, DOWNS)
+        block = tile_of_gemm // columns
+        n = tile_of_gemm - block * columns
+        g = block // group
+        blocks = tl.minimum(num_blocks - g * group, group)
+        # Its number among the tiles of its GEMM: within a group the block runs fastest, for L2.
+        number = g * group * columns + n * blocks + (block - g * group)
+        program = tl.where(second == 0, number % programs, programs - 1 - number % programs)
+        # How many tiles of the other GEMM the program has before it.
+        earlier = tl.maximum(g - lag, 0) * group * DOWNS + program
+        later = tl.minimum((g + lag + 1) * group, num_blocks) * UPS - 1 - program + programs
+        others = tl.where(second == 0, earlier, later) // programs
+        place = program + (number // programs + others) * programs
+        expert, rows = _blocks(block, total, capacity, BINS)
+        mask = tile < num_tiles
+        tl.store(tiles + 2 * place, expert | (n << 8) | (rows << 16) | (second << 24), mask=mask)
+        tl.store(tiles + 2 * place + 1, block, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n", "my_rank", "budget_ns", "num_experts", "max_tokens", "capacity", "programs", "group", "lag"
+    ]
+)  # fmt: skip
+def route_kernel(
+    x, x_stride, index, weights, n, flags, deltas, list_index, list_weights, rows, scales, state, error, budget_ns,
+    my_rank, num_experts, max_tokens, min_amax, histograms, capacity, counts, starts, sizes, row_source, row_target,
+    row_weights, pulled, finished, tiles, programs, group, lag, R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr, H: tl.constexpr, LARGEST: tl.constexpr,
+    STAGE: tl.constexpr, TABLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
+    GROUPS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """All tables of a call, for a mega-kernel of ``programs`` programs.
+
+    STAGE: tokens and lists are staged here too, for few tokens; all programs must then run at once. Otherwise
+    ``stage_kernel`` and ``count_kernel`` have run. Everyone's slots may be written afterwards: a rank that is READY has
+    ended the combine before.
+    """
+    pid, num_programs = tl.program_id(0), tl.num_programs(0)
+    if STAGE:
+        memory = (flags, deltas, list_index, list_weights, rows, scales)
+        stage_and_meet(
+            x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens,
+            epochs_ended(state + DISPATCHES) + 1, min_amax, R, LANES, K, H, True, LARGEST, True, True, GROUPS,
+        )  # fmt: skip
+
+    per_rank = tl.cdiv(max_tokens, CHUNK)
+    num_chunks = R * per_rank
+    total = tl.zeros([BINS], tl.int32)
+    # At least one turn: every program needs the totals.
+    for turn in range(pid, tl.maximum(num_chunks, pid + 1), num_programs):
+        source = turn % R
+        first = turn // R * CHUNK
+        end = tl.minimum(first + CHUNK, count_of(flags, source, max_tokens))
+        if TABLE == COUNTED_HERE:
+            total, before = count_all(
+                flags, list_index, source, first, my_rank, max_tokens, R, K, KP, LOCAL, BINS, BLOCK
+            )
+        else:
+            total, before = sum_histograms(histograms, num_chunks, source * per_rank + turn // R, BINS, 64)
+        first_row, _, _ = lay_out(total, capacity)
+        assign_rows(
+            list_index, list_weights, row_source, row_weights, first_row + before, source, first, end, capacity,
+            my_rank, max_tokens, row_source, row_target, tl.load(deltas + source), K, KP, LOCAL, BINS, SUB, H // 8,
+        )  # fmt: skip
+    if pid == 0:
+        write_layout(total, capacity, counts, starts, sizes, flags, max_tokens, error, R, LANES, LOCAL, BINS)
+    _, _, needed = lay_out(total, capacity)
+    num_blocks = tl.minimum(needed, capacity) // ALIGN
+    _write_blocks(total, num_blocks, capacity, row_source, row_target, pulled, finished, BINS, BLOCKS)
+    _write_tiles(total, num_blocks, capacity, tiles, programs, group, lag, UPS, DOWNS, BINS, TILES)

@@ -1,0 +1,119 @@
+"""The mega-kernel on GPUs: the bits of the same layer in separate kernels, repeats, and graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megamoe import ExchangeError
+from megamoe.bench.mega import MegaCase, MegaProblem, variants
+from megamoe.types import Routing
+from tests.support.processes import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+
+SMALL = MegaCase(128, 1024, 512, 16, 4)
+LARGE = MegaCase(2048, 2048, 1408, 16, 4)
+
+
+def routed(problem: MegaProblem, routing: Routing, kind: str) -> Routing:
+    index = routing.topk_index
+    if kind == "one":
+        index = torch.full_like(index, -1)
+        index[:, 1] = problem.case.experts - 1
+    elif kind == "none":
+        index = torch.full_like(index, -1)
+    elif kind == "twice":
+        index = index[:, :1].expand(-1, index.shape[1]).contiguous()
+    elif kind == "holes":
+        index = torch.where(torch.rand(index.shape, device=index.device, generator=problem.generator) < 0.3, -1, index)
+    return Routing(index, routing.topk_weights)
+
+
+def check_bits(rank: int, ranks: int, seed: int) -> None:
+    group = dist.group.WORLD if ranks > 1 else None
+    for case in (SMALL, LARGE):
+        problem = MegaProblem(case, group, seed=seed)
+        full = case.tokens
+        for counts in ((full, full), (full, 37), (0, 5), (5, 0), (0, 0), (1, 1)):
+            for kind in ("random", "holes", "one", "twice", "none"):
+                x, routing = problem.tokens(counts[rank])
+                routing = routed(problem, routing, kind)
+                expected = problem.staged(x, routing)
+                for _, settings in variants(problem.settings(), sweep=True):
+                    out = torch.full_like(x, float("nan"))
+                    problem.fused(x, routing, out, settings)()
+                    problem.buffer.check()
+                    assert torch.equal(out, expected), (case, counts, kind, settings)
+        problem.buffer.close()
+
+
+def check_graph(rank: int, ranks: int, seed: int, replays: int) -> None:
+    """New tokens and routing in the same tensors between replays."""
+    problem = MegaProblem(SMALL, dist.group.WORLD if ranks > 1 else None, seed=seed)
+    x, routing = problem.tokens()
+    out = torch.empty_like(x)
+    call = problem.fused(x, routing, out, problem.settings())
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for turn in range(replays):
+        new_x, new_routing = problem.tokens()
+        x.copy_(new_x)
+        routing.topk_index.copy_(new_routing.topk_index)
+        routing.topk_weights.copy_(new_routing.topk_weights)
+        out.fill_(float("nan"))
+        graph.replay()
+        if turn % 20 == 0:
+            assert torch.equal(out, problem.staged(x, routing)), turn
+    problem.buffer.check()
+    problem.buffer.close()
+
+
+def check_missing(rank: int, ranks: int, seed: int) -> None:
+    problem = MegaProblem(SMALL, dist.group.WORLD, seed=seed)
+    problem.memory = replace(problem.memory, budget_ns=2 * 10**9)
+    x, routing = problem.tokens()
+    out = torch.empty_like(x)
+    call = problem.fused(x, routing, out, problem.settings())
+    call()
+    problem.buffer.check()
+    if rank == 0:
+        call()
+        with pytest.raises(ExchangeError, match="for rank 1 to"):
+            problem.buffer.check()
+    problem.buffer.reset()
+    call()
+    problem.buffer.check()
+    assert torch.equal(out, problem.staged(x, routing))
+    problem.buffer.close()
+
+
+def test_bits_of_the_separate_kernels_on_one_rank(seed):
+    check_bits(0, 1, seed)
+
+
+def test_graph_on_one_rank(seed):
+    check_graph(0, 1, seed, 100)
+
+
+@two_gpus
+def test_bits_of_the_separate_kernels(seed):
+    run_ranks(check_bits, 2, seed, backend="nccl", timeout=400)
+
+
+@two_gpus
+def test_graph(seed):
+    run_ranks(check_graph, 2, seed, 2000, backend="nccl", timeout=400)
+
+
+@two_gpus
+def test_a_missing_rank_is_named_and_the_next_call_is_right(seed):
+    run_ranks(check_missing, 2, seed, backend="nccl", timeout=200)

@@ -1,0 +1,395 @@
+"""Planted bugs in the mega-kernel and the planning before it: the simulator's reports, or a wrong result, show each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+pytest.importorskip("greenlet")
+
+import torch  # noqa: E402
+
+from megamoe.kernels import (  # noqa: E402
+    flag_words,
+    mega,
+    peer_rows,
+    triton_combine,
+    triton_dispatch,
+    triton_flags,
+    triton_route,
+)
+from megamoe.kernels.gluon import flags, mega_moe, spelling  # noqa: E402
+from tests.support.exchange_sim import add_dispatch, check_dispatch, make_tokens  # noqa: E402
+from tests.support.gluon_sim.mutation import SCHEDULES, Bug, assert_caught  # noqa: E402
+from tests.support.mega_sim import SETTINGS, MegaSizes, MegaWorld, add_mega_call, check_outputs  # noqa: E402
+
+
+def use(patch: pytest.MonkeyPatch, module) -> None:
+    """Launches take a module's kernels from here."""
+    name = module.__name__.rpartition(".")[2]
+    patch.setattr(peer_rows if name == "triton_combine" else mega, name, module)
+
+
+class Calls:
+    """Calls one after another by the kernels of a module: (tokens of each rank, routing)."""
+
+    def __init__(self, sizes: MegaSizes, *calls: tuple[list[int], str], fused: bool = True, turns: bool = False):
+        self.sizes, self.calls, self.fused = sizes, calls, fused
+        self.settings = replace(SETTINGS, turns=turns)
+
+    def __call__(self, module, policy: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        with pytest.MonkeyPatch.context() as patch:
+            use(patch, module)
+            world, done = MegaWorld(self.sizes, self.fused), []
+            for counts, routing in self.calls:
+                done.append(make_tokens(self.sizes, counts, routing))
+                add_mega_call(world, done[-1], settings=self.settings)
+            world.run(policy, seed)
+        assert not any(any(error) for error in world.errors)
+        for tokens in done:
+            check_outputs(world, tokens)
+
+
+SMALL = MegaSizes(tokens=40)
+# Tiles of which consumer 1 has a part, and in the second call none.
+TWO = Calls(SMALL, ([40, 40], "one"), ([20, 9], "random"))
+HALF = Calls(SMALL, ([20, 9], "random"))
+FULL = Calls(SMALL, ([40, 40], "one"))
+BORDER = Calls(SMALL, ([32, 32], "one"))
+HOLES = Calls(SMALL, ([12, 20], "holes"), ([20, 9], "holes"))
+MANY = Calls(SMALL, ([20, 9], "holes"), ([9, 20], "random"), fused=False)
+WIDE = Calls(MegaSizes(tokens=40, intermediate=512), ([40, 40], "one"))
+IN_TURNS = Calls(SMALL, ([40, 40], "one"), ([20, 9], "random"), turns=True)
+NARROW = Calls(MegaSizes(hidden=384, tokens=9), ([9, 9], "random"))
+
+
+def mixed(module, policy: str, seed: int) -> None:
+    """A plain dispatch, which nothing waits for, before a call."""
+    torch.manual_seed(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, module)
+        world, first, second = MegaWorld(SMALL), make_tokens(SMALL, [9, 9]), make_tokens(SMALL, [9, 9])
+        add_dispatch(world, first)
+        add_mega_call(world, second)
+        world.run(policy, seed)
+    check_dispatch(world, first)
+    check_outputs(world, second)
+
+
+def stuck(module, policy: str, seed: int) -> None:
+    """Programs that cannot run at once are given up on, with what they waited for."""
+    torch.manual_seed(seed)
+    sizes = MegaSizes(ranks=1, experts=1, top_k=1, tokens=30)
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, module)
+        world = MegaWorld(sizes, fused=False)
+        add_mega_call(world, make_tokens(sizes, [30]))
+        world.run_until_given_up(seed, resident=1)
+    phase, block, target, seen = world.errors[0]
+    assert (phase, block, target) == (flag_words.PULLED_ROWS, 0, 30) and 0 < seen < 30
+
+
+WAIT = "            flags.wait_for_counter(awaited[0], awaited[1], block, awaited[2], error, budget_ns)\n"
+FENCE_ON_THE_WAY_OUT = ("        fence.proxy.async; bar.warp.sync", "        bar.warp.sync")
+FREE = "    mbarrier.arrive(results_empty.index(C), count=1)\n"
+COUNT = "    flags.add_one(counter)\n"
+STORED = "    wait_global_writes()\n"
+TARGET = "target = (INTER // BLOCK) * (1 + (valid > HALF).to(gl.int32))"
+PULLED = "            flags.add_one(pulled + row // BLOCK)\n"
+PULL = "            to_words = pool_words + row.to(gl.int64) * WORDS\n"
+ARRIVE = "        mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)\n"
+
+MEGA_BUGS = [
+    # counters between programs
+    Bug("counted without release", HALF, "@p red.release.gpu", "@p red.relaxed.gpu"),
+    Bug("counter read without acquire", HALF, "ld.acquire.gpu", "ld.relaxed.gpu"),
+    Bug("lanes do not meet before one counts", HALF, " bar.warp.sync 0xffffffff;", ""),
+    Bug("every lane counts", HALF, "@p red.release", "red.release"),
+    Bug(
+        "proxies are fenced on neither side",
+        HALF,
+        *FENCE_ON_THE_WAY_OUT,
+        also=(('"fence.proxy.async; mov.u32 $0, 0;"', '"mov.u32 $0, 0;"'),),
+    ),
+    Bug(
+        "proxies are not fenced after the look ahead",
+        TWO,
+        *FENCE_ON_THE_WAY_OUT,
+        also=(("        next_ready = 1\n        flags.fence_proxies()\n", "        next_ready = 1\n"),),
+    ),
+    Bug("no limit to a wait", stuck, "& (waited <= budget)", "& (waited >= 0)"),
+    Bug("the wrong numbers are reported", stuck, "phase, block, target, seen)", "phase, target, block, seen)"),
+    Bug("a wait that fails is not reported", stuck, "        if seen < target:\n", "        if seen < 0:\n"),
+    # what tiles wait for
+    Bug("waits for one row too many", HALF, "    target = valid\n", "    target = valid + 1\n"),
+    Bug("waits for one row too few", HALF, "    target = valid\n", "    target = valid - 1\n"),
+    Bug("full tiles count as half ones", FULL, TARGET, "target = INTER // BLOCK + valid * 0"),
+    Bug("half tiles count as full ones", HALF, TARGET, "target = INTER // BLOCK * 2 + valid * 0"),
+    Bug("64 rows count as a full tile", BORDER, TARGET, TARGET.replace("> HALF", ">= HALF")),
+    Bug("GEMM 2 waits for another block", HALF, "counter = finished + block\n", "counter = finished\n"),
+    Bug("the next tile is taken for ready", TWO, "(following[0]) >= following[1]:", "(following[0]) >= 0:"),
+    Bug("rows are loaded without a wait", HALF, WAIT, ""),
+    # the loader
+    Bug("up columns are gate columns", HALF, "row, gate, gate + INTER, two", "row, gate, gate + BLOCK, two"),
+    Bug("weights of the first expert", HALF, "gate = expert * (2 * INTER) + n", "gate = expert * 0 + n"),
+    Bug(
+        "a half tile's bytes are a full one's",
+        HALF,
+        "(2 * BLOCK + HALF) * BLOCK + HALF * 4, pred=two == 0",
+        "3 * BLOCK * BLOCK + BLOCK * 4, pred=two == 0",
+    ),
+    Bug("scales of other rows", FULL, "[k, row + HALF], bar", "[k, row], bar"),
+    Bug("a stage is not waited for", HALF, "    mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)\n", ""),
+    # the storer
+    Bug(
+        "waits only until the buffer may be reused",
+        HALF,
+        "cp.async.bulk.wait_group 0;",
+        "cp.async.bulk.wait_group.read 0;",
+    ),
+    Bug("a tile is counted before it is stored", HALF, STORED + FREE + COUNT, COUNT + STORED + FREE),
+    Bug("a buffer is free before it is stored", WIDE, STORED + FREE + COUNT, FREE + STORED + COUNT),
+    Bug("turns of the other half", TWO, "bars, turn1, block", "bars, turn0, block"),
+    # pulling
+    Bug(
+        "a row is counted before it is there",
+        HALF,
+        PULL,
+        PULL + PULLED,
+        also=(
+            (
+                " " * 16 + "gl.store(to_words + start + col, chunk, mask=col + start < WORDS)\n" + PULLED,
+                " " * 16 + "gl.store(to_words + start + col, chunk, mask=col + start < WORDS)\n",
+            ),
+        ),
+    ),
+    Bug(
+        "rows are left out", HALF, "row += gl.num_programs(0) * PULLERS\n", "row += gl.num_programs(0) * PULLERS + 1\n"
+    ),
+    Bug("tokens of one's own", HALF, "gl.load(deltas + (source >> TOKEN_BITS)) * 4", "gl.load(deltas) * 4"),
+    Bug("scales of another token", HALF, "scales + delta + token * SCALES", "scales + delta + token"),
+    Bug("scales of another row", HALF, "(group + first) * num_rows + row, value", "(group + first) * num_rows, value"),
+    # consumers
+    Bug(
+        "a half tile's stages are kept",
+        HALF,
+        "& 1)\n                mbarrier.arrive(empty.index(it % STAGES), count=1)\n",
+        "& 1)\n",
+    ),
+    Bug(
+        "a stage is free before its product is done",
+        WIDE,
+        "        p = warpgroup_mma_wait(0, deps=[running1])\n" + ARRIVE,
+        ARRIVE + "        p = warpgroup_mma_wait(0, deps=[running1])\n",
+    ),
+    Bug("consumer 1 is not told", HALF, "count=1, pred=k == SKEW)", "count=1, pred=k < 0)"),
+    Bug(
+        "one barrier tells of tiles of few blocks",
+        WIDE,
+        "1 if NK + TOLD >= STAGES else (STAGES - TOLD + NK - 1) // NK",
+        "1",
+        also=((" and LEADS * NK + TOLD >= STAGES)", ")"),),
+    ),
+    Bug("scales of the other wave", HALF, "scale1 = a * b1\n    for", "scale1 = a * b0\n    for"),
+    Bug("scales of the K block before", HALF, "minimum(1, num_k - 1)\n    next0", "minimum(0, num_k - 1)\n    next0"),
+    Bug("scales of another expert", HALF, "scales0 = up_scales + (expert *", "scales0 = up_scales + (0 *"),
+    Bug("routing weights are left out", HALF, ", ACTIVATION, CLAMP) * weights[:, None]", ", ACTIVATION, CLAMP)"),
+    Bug("the codes' scale is not the one stored", HALF, "amax * (1.0 / 448.0))", "amax * (1.1 / 448.0))"),
+    Bug(
+        "GEMM 1 overwrites a buffer in use",
+        FULL,
+        "(stored & 1) ^ 1)\n        reinterpret",
+        "stored & 1)\n        reinterpret",
+    ),
+    Bug(
+        "GEMM 2 overwrites a buffer in use",
+        TWO,
+        "        mbarrier.wait(results_empty.index(C), (stored & 1) ^ 1)\n        scatter",
+        "        scatter",
+    ),
+    Bug("codes are not fenced before their store", HALF, "        fence_async_shared()\n", ""),
+    Bug(
+        "scales are stored after the codes are announced",
+        HALF,
+        "    gl.store(act_scales + n * num_rows + rows, amax * (1.0 / 448.0))\n",
+        "",
+        also=(
+            ("(448.0 / amax)[:, None]).to(gl.float8e4nv)", "(448.0 / amax)[:, None]).to(gl.float8e4nv), amax, rows"),
+            ("        codes = activate_rows(", "        codes, amax, rows = activate_rows("),
+            (
+                "        mbarrier.arrive(results_full.index(C), count=1)\n",
+                "        mbarrier.arrive(results_full.index(C), count=1)\n"
+                "        gl.store(act_scales + n * num_rows + rows, amax * (1.0 / 448.0))\n",
+            ),
+        ),
+    ),
+    # turns
+    Bug("what the next tile waits for is held back", IN_TURNS, "& (block >= last_block)", "& (block < 0)"),
+    Bug(
+        "a consumer without rows takes no turns",
+        IN_TURNS,
+        "                pieces.wait_turn(C)\n                pieces.pass_turn(C)\n                mbarrier",
+        "                mbarrier",
+    ),
+    Bug(
+        "the last tile is not finished",
+        IN_TURNS,
+        "    if held == 1:\n        weights2",
+        "    if held == 2:\n        weights2",
+    ),
+    Bug("a tile is finished twice", IN_TURNS, "            held = 0\n", "            held = 1\n"),
+    Bug(
+        "a stage is free before its second wave",
+        IN_TURNS,
+        "                q = warpgroup_mma_wait(0, deps=[running1])\n"
+        "                mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)\n",
+        "                mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)\n"
+        "                q = warpgroup_mma_wait(0, deps=[running1])\n",
+    ),
+    # results
+    Bug(
+        "padding rows are scattered", HALF, "wanted = (target != NO_TARGET)[:, None]", "wanted = (target != 1)[:, None]"
+    ),
+    Bug(
+        "columns beyond the last are stored",
+        NARROW,
+        "        wanted = wanted & ((2 * n + 1) * BLOCK < H)\n",
+        "        pass\n",
+    ),
+    Bug("scales beyond the last are read", NARROW, "gl.where(2 * n + 1 < H // BLOCK, DOWN_K, 0)", "DOWN_K"),
+    Bug("the second wave over the first", HALF, "gl.store(pointers + BLOCK, d_buf", "gl.store(pointers, d_buf"),
+    Bug("one wave twice", HALF, "d_buf.store(f1.to(gl.bfloat16))", "d_buf.store(f0.to(gl.bfloat16))"),
+]
+
+ROUTE_BUGS = [
+    Bug("GEMM 2 comes too early", HALF, "(g + lag + 1) * group, num_blocks)", "(g + lag) * group, num_blocks)"),
+    Bug(
+        "tiles of GEMM 2 first",
+        FULL,
+        "second == 0, earlier, later) // programs",
+        "second == 0, num_blocks * DOWNS + program, programs - 1 - program) // programs",
+    ),
+    Bug(
+        "counters of rows are kept",
+        TWO,
+        "        tl.store(pulled + block, tl.zeros([BLOCKS], tl.int32), mask=inside)\n",
+        "",
+    ),
+    Bug(
+        "counters of tiles are kept",
+        TWO,
+        "        tl.store(finished + block, tl.zeros([BLOCKS], tl.int32), mask=inside)\n",
+        "",
+    ),
+    Bug(
+        "padding rows have a source",
+        TWO,
+        "        tl.store(row_source + row, tl.full([BLOCKS, ALIGN], -1, tl.int32), mask=padding)\n",
+        "",
+    ),
+    Bug(
+        "padding rows have a target",
+        TWO,
+        "        tl.store(row_target + row, tl.full([BLOCKS, ALIGN], NO_TARGET, tl.int64), mask=padding)\n",
+        "",
+    ),
+    Bug("padding from the wrong row", HALF, "offset[None, :] >= rows[:, None]", "offset[None, :] > rows[:, None]"),
+    Bug(
+        "rows of a block from its expert's first",
+        Calls(MegaSizes(ranks=1, experts=1, top_k=1, tokens=150), ([150], "random")),
+        "- (block * ALIGN - tl.gather(starts, expert, 0))",
+        "- 0",
+    ),
+    Bug("results stay here", HALF, "delta + (slot * max_tokens.to(tl.int64)", "(slot * max_tokens.to(tl.int64)"),
+    Bug(
+        "slots and tokens mixed up",
+        HALF,
+        "(slot * max_tokens.to(tl.int64) + token) * UNITS",
+        "(token * K + slot).to(tl.int64) * UNITS",
+    ),
+    Bug("tokens of the wrong rank", HALF, "source << TOKEN_BITS | token", "(1 - source) << TOKEN_BITS | token"),
+    Bug(
+        "chunks of another source",
+        MANY,
+        "source * per_rank + turn // R, BINS, 64)\n        first_row",
+        "turn // R, BINS, 64)\n        first_row",
+    ),
+    Bug(
+        "lists are not waited for",
+        HOLES,
+        "            publish(flags, deltas, READY, epoch, my_rank, R, LANES)\n"
+        "    wait_all(flags, READY, epoch, error, budget_ns, R, LANES)\n",
+        "            publish(flags, deltas, READY, epoch, my_rank, R, LANES)\n",
+    ),
+    Bug(
+        "tokens overwritten while others read them",
+        mixed,
+        "    wait_all(flags, PULLED, epoch - 1, error, budget_ns, R, LANES)\n",
+        "",
+    ),
+]
+
+SUM_BUGS = [
+    Bug(
+        "the end of the dispatch is not counted",
+        HOLES,
+        "        if FROM_SLOTS:\n            end_program(state + DISPATCHES)\n",
+        "",
+    ),
+    Bug("the end of the combine is not counted", HOLES, "        end_program(state + COMBINES)", "        pass"),
+    Bug(
+        "results are not told",
+        HALF,
+        "    if FROM_SLOTS:\n        if tl.program_id(0) == 0:\n",
+        "    if FROM_SLOTS:\n        if tl.program_id(0) < 0:\n",
+    ),
+    Bug(
+        "results are not waited for",
+        HALF,
+        "        wait_all(flags, SCATTERED, epoch, error, budget_ns, R, LANES)\n",
+        "",
+    ),
+    Bug(
+        "waits for the results before",
+        HOLES,
+        "wait_all(flags, SCATTERED, epoch,",
+        "wait_all(flags, SCATTERED, epoch - 1,",
+    ),
+    Bug(
+        "slots without an expert are summed",
+        HOLES,
+        "there = (expert >= 0) & (expert < num_experts)\n",
+        "there = mask\n",
+    ),
+    Bug(
+        "own rows are left out",
+        HALF,
+        "            if not FROM_SLOTS:\n",
+        "            if FROM_SLOTS:\n                there = there & (expert // LOCAL != my_rank)\n"
+        "            if not FROM_SLOTS:\n",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", [TWO, BORDER, HOLES, MANY, WIDE, IN_TURNS, NARROW, mixed, stuck], ids=range(9))
+def test_cases_pass_without_a_bug(case):
+    for policy, seed in SCHEDULES[:1]:
+        case(mega_moe, policy, seed)
+
+
+@pytest.mark.parametrize("bug", MEGA_BUGS, ids=str)
+def test_bug_of_the_kernel_is_caught(bug):
+    assert_caught(mega_moe, bug, helpers=(spelling, flags))
+
+
+@pytest.mark.parametrize("bug", ROUTE_BUGS, ids=str)
+def test_bug_of_the_plan_is_caught(bug):
+    assert_caught(triton_route, bug, helpers=(triton_flags, triton_dispatch))
+
+
+@pytest.mark.parametrize("bug", SUM_BUGS, ids=str)
+def test_bug_of_the_sum_is_caught(bug):
+    assert_caught(triton_combine, bug, helpers=(triton_flags,))
