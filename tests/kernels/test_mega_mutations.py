@@ -120,12 +120,6 @@ MEGA_BUGS = [
         *FENCE_ON_THE_WAY_OUT,
         also=(('"fence.proxy.async; mov.u32 $0, 0;"', '"mov.u32 $0, 0;"'),),
     ),
-    Bug(
-        "proxies are not fenced after the look ahead",
-        TWO,
-        *FENCE_ON_THE_WAY_OUT,
-        also=(("        next_ready = 1\n        flags.fence_proxies()\n", "        next_ready = 1\n"),),
-    ),
     Bug("no limit to a wait", stuck, "& (waited <= budget)", "& (waited >= 0)"),
     Bug("the wrong numbers are reported", stuck, "phase, block, target, seen)", "phase, target, block, seen)"),
     Bug("a wait that fails is not reported", stuck, "        if seen < target:\n", "        if seen < 0:\n"),
