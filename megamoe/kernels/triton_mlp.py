@@ -15,7 +15,7 @@ from megamoe.kernels.triton_quant import magnitude_bits, scale_of
 
 BLOCK = 128
 
-CHUNK = 32
+CHUNK = 16
 """Rows that are in registers at a time: a column's scale needs all 128, which come again from the L1 cache."""
 
 NUM_WARPS = 8
