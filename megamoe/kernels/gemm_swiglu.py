@@ -23,6 +23,7 @@ def _check_options(
     activation: str,
     clamp: float | None,
     bias: torch.Tensor | None,
+    pre: torch.Tensor | None,
     multiple: int,
 ) -> None:
     gemm_checks.check_groups(rows)
@@ -37,6 +38,10 @@ def _check_options(
         check_tensor("row_weights", row_weights, (num_rows,), (torch.float32,), b.device)
         gemm_checks.check_contiguous("row_weights", row_weights)
     gemm_checks.check_bias(bias, b, b.shape[1])
+    if pre is not None:
+        if rows.kind == "masked":
+            fail_value("rows.kind", rows.kind, "must not be 'masked' with pre", "Take RowGroups.psum or contiguous.")
+        gemm_checks.checked_result(pre, (num_rows, b.shape[1]), torch.bfloat16, b.device, "pre")
 
 
 def grouped_fp8_gemm_swiglu_nt(
@@ -50,6 +55,7 @@ def grouped_fp8_gemm_swiglu_nt(
     bias: torch.Tensor | None = None,
     quantize: bool = True,
     out: Fp8Tensor | torch.Tensor | None = None,
+    pre: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> Fp8Tensor | torch.Tensor:
     """``activation(gate) * up * row_weights``, gate and up being the halves of ``a @ b[expert]^T (+ bias)``.
@@ -65,6 +71,8 @@ def grouped_fp8_gemm_swiglu_nt(
         bias: bfloat16 or float32 ``[e, 2 I]``.
         quantize: whether the result is FP8.
         out: where the result goes; FP8 scales must be MN-major.
+        pre: bfloat16 ``[P, 2 I]``, gets gate and up as ``gemm.grouped_fp8_gemm_nt`` would give them, for a backward
+            pass. In blocks of 128 rows with rows of no expert these become undefined. Not for masked rows.
         tile: instead of the chosen one.
 
     Returns:
@@ -74,7 +82,7 @@ def grouped_fp8_gemm_swiglu_nt(
         MegaMoEError: an argument of another shape, dtype, layout or device.
     """
     options = ("swiglu fp8", gemm_ops.num_sms_limit(), activation, clamp, quantize, tile)
-    call = Call((a, b, rows, row_weights, bias), options, out)
+    call = Call((a, b, rows, row_weights, bias, pre), options, out)
     if call.launch():
         return call.out
     out = call.out
@@ -82,7 +90,7 @@ def grouped_fp8_gemm_swiglu_nt(
     gemm_checks.check_fp8_operands(a, b, rows)
     inter = b.codes.shape[1] // 2
     num_rows = a.codes.shape[:-1].numel()
-    _check_options(rows, b.codes, row_weights, num_rows, activation, clamp, bias, 128)
+    _check_options(rows, b.codes, row_weights, num_rows, activation, clamp, bias, pre, 128)
     shape = (*a.codes.shape[:-1], inter)
     if not quantize:
         result = gemm_checks.checked_result(out, shape, torch.bfloat16, a.codes.device)
@@ -95,6 +103,7 @@ def grouped_fp8_gemm_swiglu_nt(
         result = gemm_checks.checked_result(out.codes, shape, torch.float8_e4m3fn, a.codes.device)
         gemm_checks.check_mn_major("out", out.scales)
         scales = out.scales
+    final = result if scales is None else Fp8Tensor(result, scales, (1, 128))
     if result.numel():
         run = gemm_ops.execute(
             a.codes,
@@ -110,9 +119,10 @@ def grouped_fp8_gemm_swiglu_nt(
             tile,
             activation=activation,
             clamp=clamp,
+            pre=pre,
         )
-        call.remember(run, result)
-    return result if scales is None else Fp8Tensor(result, scales, (1, 128))
+        call.remember(run, final)
+    return final
 
 
 def grouped_bf16_gemm_swiglu_nt(
@@ -125,22 +135,36 @@ def grouped_bf16_gemm_swiglu_nt(
     clamp: float | None = None,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    pre: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """As ``grouped_fp8_gemm_swiglu_nt`` in bfloat16: ``a [P, K]``, ``b [e, 2 I, K]``, result; I a multiple of 8."""
     options = ("swiglu bf16", gemm_ops.num_sms_limit(), activation, clamp, tile)
-    call = Call((a, b, rows, row_weights, bias), options, out)
+    call = Call((a, b, rows, row_weights, bias, pre), options, out)
     if call.launch():
         return call.out
     out = call.out
     gemm_checks.check_groups(rows)
     gemm_checks.check_bf16_operands(a, b, rows, False)
     inter = b.shape[1] // 2
-    _check_options(rows, b, row_weights, a.shape[:-1].numel(), activation, clamp, bias, 8)
+    _check_options(rows, b, row_weights, a.shape[:-1].numel(), activation, clamp, bias, pre, 8)
     result = gemm_checks.checked_result(out, (*a.shape[:-1], inter), torch.bfloat16, a.device)
     if result.numel():
         run = gemm_ops.execute(
-            a, None, b, None, rows, result, None, None, bias, row_weights, tile, activation=activation, clamp=clamp
+            a,
+            None,
+            b,
+            None,
+            rows,
+            result,
+            None,
+            None,
+            bias,
+            row_weights,
+            tile,
+            activation=activation,
+            clamp=clamp,
+            pre=pre,
         )
         call.remember(run, result)
     return result

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megamoe.kernels.row_groups import RowGroups
+from megamoe.kernels.scales import empty_mn_major
 from megamoe.types import Fp8Tensor
 
 MAX_CALLS = 8192
@@ -17,7 +18,7 @@ MAX_CALLS = 8192
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _launches: dict[tuple, Callable[[], None]] = {}
-_results: dict[tuple, tuple[torch.Size, torch.dtype]] = {}
+_results: dict[tuple, Callable[[torch.device], torch.Tensor | Fp8Tensor]] = {}
 
 
 def _signature(x: Any, with_address: bool) -> Any:
@@ -35,13 +36,22 @@ def _signature(x: Any, with_address: bool) -> Any:
     raise TypeError
 
 
+def _empty_like(result: torch.Tensor | Fp8Tensor) -> Callable[[torch.device], torch.Tensor | Fp8Tensor]:
+    """Makes results of the same shape; FP8 ones have MN-major scales."""
+    if type(result) is Fp8Tensor:
+        block, codes, scales = result.block, _empty_like(result.codes), (result.scales.shape, result.scales.dtype)
+        return lambda device: Fp8Tensor(codes(device), empty_mn_major(*scales, device), block)
+    shape, dtype = result.shape, result.dtype
+    return lambda device: torch.empty(shape, dtype=dtype, device=device)
+
+
 class Call:
     """One call of a public function: ``launch`` it if it is known, else ``remember`` it after its checks.
 
     Args:
         arguments: tensors, ``Fp8Tensor``, ``RowGroups`` or None; without ``out``.
         options: hashable values.
-        out: where the result goes, or None. ``self.out`` is a new tensor then, if the call's shape is known.
+        out: where the result goes, or None. ``self.out`` is a new one then, if the call's shape is known.
     """
 
     def __init__(self, arguments: tuple, options: tuple, out: Any):
@@ -58,7 +68,7 @@ class Call:
                 known = _results.get(self._shape_key)
                 if known is None:
                     return
-                self.out = torch.empty(known[0], dtype=known[1], device=device.device)
+                self.out = known(device.device)
             self._key = (*(_signature(x, True) for x in arguments), _signature(self.out, True), options)
         except TypeError:
             self._key = self._shape_key = None
@@ -80,5 +90,5 @@ class Call:
             _results.clear()
         if self._key is not None:
             _launches[self._key] = run
-        elif self._shape_key is not None and type(out) in PLAIN_TENSORS:
-            _results[self._shape_key] = (out.shape, out.dtype)
+        elif self._shape_key is not None and type(out) in (*PLAIN_TENSORS, Fp8Tensor):
+            _results[self._shape_key] = _empty_like(out)

@@ -9,6 +9,7 @@ import torch
 
 from megamoe.kernels import recent_calls
 from megamoe.kernels.recent_calls import Call
+from megamoe.kernels.scales import is_mn_major
 from megamoe.types import Fp8Tensor
 
 
@@ -127,3 +128,14 @@ def test_the_number_of_kept_calls_is_bounded(monkeypatch):
         Call((OnGpu(16 * index), B), ("gemm",), OUT).remember(lambda: None, OUT)
         assert len(recent_calls._launches) <= 3
         assert known((OnGpu(16 * index), B), out=OUT)
+
+
+def test_new_fp8_results_have_mn_major_scales():
+    """A call seen before makes its result in the form that the first one returned, codes and scales."""
+    made = Fp8Tensor(torch.empty(256, 384, dtype=torch.float8_e4m3fn), torch.empty(3, 256).t(), (1, 128))
+    Call((A, B), ("gemm",), None).remember(lambda: None, made)
+    out = Call((A, B), ("gemm",), None).out
+    assert type(out) is Fp8Tensor and out.block == made.block
+    assert out.codes.shape == made.codes.shape and out.codes.dtype == made.codes.dtype
+    assert out.scales.shape == made.scales.shape and is_mn_major(out.scales)
+    assert out.codes.data_ptr() != made.codes.data_ptr()
