@@ -53,13 +53,13 @@ def _cast_fp8(x: torch.Tensor, block: tuple[int, int], power_of_two: bool, min_a
 
 def _rows_in_columns_order(x: torch.Tensor) -> torch.Tensor:
     """``x [..., M, N]`` as ``[M', N]`` with contiguous columns, without a copy where its strides allow."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _matrices(x: torch.Tensor) -> torch.Tensor:
     """``x [..., M, N]`` as ``[e, M, N]`` with contiguous columns, without a copy where its strides allow."""
-    matrices = x.reshape(-1, *x.shape[-2:])
+    matrices = x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3)
     return matrices if matrices.stride(-1) == 1 else matrices.contiguous()
 
 

@@ -133,11 +133,14 @@ def _blockwise_kernel(
         chunk64, fits = chunk.to(tl.int64), chunk < num_rows
         mask = fits[:, None] & col_fits[None, :]
         value = tl.load(start + chunk64[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        code = (value * inverse).to(tl.float8e4nv)
+        value *= inverse
+        code = value.to(tl.float8e4nv)
         tl.store(codes + matrix * num_rows * num_cols + chunk64[:, None] * num_cols + col[None, :], code, mask=mask)
         if TRANSPOSE:
             first = codes_t + matrix * num_rows * num_cols + col.to(tl.int64)[:, None] * num_rows
-            tl.store(first + chunk[None, :], tl.trans(code), mask=col_fits[:, None] & fits[None, :])
+            # Not the codes: bytes that move between threads are mixed up for some layouts, by LLVM.
+            code = tl.trans(value).to(tl.float8e4nv)
+            tl.store(first + chunk[None, :], code, mask=col_fits[:, None] & fits[None, :])
 
 
 @triton.jit
