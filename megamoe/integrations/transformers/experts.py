@@ -104,6 +104,13 @@ def read_recipe(module: nn.Module, weight_grad_scale: float = 1.0) -> Recipe:
         MegaMoEError: it computes what megamoe does not.
     """
     model, clamp, interleaved = model_type(module), None, False
+    if not hasattr(module, "has_post_expert_norm"):
+        fail_value(
+            "module",
+            type(module).__name__,
+            "must be an experts module of transformers 5.24 or newer",
+            "Install megamoe[hf], or a newer transformers.",
+        )
     if module.has_post_expert_norm:
         fail_value("model_type", model, "its experts end in a norm, which megamoe does not have", OTHER_EXPERTS)
     act_fn = type(getattr(module, "act_fn", None)).__name__
