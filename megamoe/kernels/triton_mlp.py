@@ -24,10 +24,9 @@ NUM_WARPS = 8
 @triton.jit
 def _store_columns(codes_t, scale, value, row, row_fits, col, col_fits, num_rows):
     """Codes of ``value [rows, columns]`` with one scale per column, transposed."""
-    # Turned before they are codes, as in triton_quant's block-wise cast.
-    value = tl.trans(value * tl.div_rn(1.0, scale)[None, :])
+    code = (value * tl.div_rn(1.0, scale)[None, :]).to(tl.float8e4nv)
     start = codes_t + col.to(tl.int64)[:, None] * num_rows + row[None, :]
-    tl.store(start, value.to(tl.float8e4nv), mask=col_fits[:, None] & row_fits[None, :])
+    tl.store(start, tl.trans(code), mask=col_fits[:, None] & row_fits[None, :])
 
 
 @triton.jit

@@ -133,14 +133,11 @@ def _blockwise_kernel(
         chunk64, fits = chunk.to(tl.int64), chunk < num_rows
         mask = fits[:, None] & col_fits[None, :]
         value = tl.load(start + chunk64[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        value *= inverse
-        code = value.to(tl.float8e4nv)
+        code = (value * inverse).to(tl.float8e4nv)
         tl.store(codes + matrix * num_rows * num_cols + chunk64[:, None] * num_cols + col[None, :], code, mask=mask)
         if TRANSPOSE:
             first = codes_t + matrix * num_rows * num_cols + col.to(tl.int64)[:, None] * num_rows
-            # Not the codes: bytes that move between threads are mixed up for some layouts, by LLVM.
-            code = tl.trans(value).to(tl.float8e4nv)
-            tl.store(first + chunk[None, :], code, mask=col_fits[:, None] & fits[None, :])
+            tl.store(first + chunk[None, :], tl.trans(code), mask=col_fits[:, None] & fits[None, :])
 
 
 @triton.jit
@@ -320,7 +317,9 @@ def blockwise(
     grid = (triton.cdiv(num_cols, block), triton.cdiv(num_rows, block), matrices)
     if not all(grid):
         return
-    codes_t, scales_t = transposed if transposed is not None else (codes, scales)
+    # Bytes that move between the threads of a tile that was loaded as fp32 get mixed up: triton 3.6.
+    turned = transposed is not None and x.element_size() < 4
+    codes_t, scales_t = transposed if turned else (codes, scales)
     with torch.cuda.device(x.device):
         _blockwise_kernel[grid](
             x,
@@ -337,9 +336,12 @@ def blockwise(
             CHUNK=BLOCKWISE_CHUNK,
             LARGEST=largest,
             POWER_OF_TWO=power_of_two,
-            TRANSPOSE=transposed is not None,
+            TRANSPOSE=turned,
             num_warps=8,
         )
+    if transposed is not None and not turned:
+        transposed[0].view(torch.uint8).copy_(codes.view(torch.uint8).transpose(1, 2))
+        transposed[1].copy_(scales.transpose(1, 2))
 
 
 def columnwise(

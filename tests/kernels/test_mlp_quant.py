@@ -125,8 +125,8 @@ def test_kernels_in_the_interpreter(seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(128, 256), (384, 4096), (256, 144)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(128, 256), (384, 4096), (256, 144), (128, 200), (256, 1000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_cast_gpu(shape, dtype, seed):
     x = torch.randn(shape, dtype=dtype) * 2.0 ** torch.randint(-4, 5, (shape[0], 1))
     got, wanted = mlp_quant.cast(x.cuda(), columns=True), mlp_quant.cast(x, columns=True)
