@@ -55,6 +55,13 @@ def convert_checkpoint(
     typer.echo(f"{dst} is complete{' and verified' if verify else ''}.")
 
 
+def _numbers(option: str, text: str, example: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"{option} = {text!r}: must be numbers with commas between them. Pass {example}, say.")
+    return [int(part) for part in parts]
+
+
 @bench.command("gemm")
 def bench_gemm(
     groups: Annotated[str, typer.Option(help="Comma-separated groups of problems; all by default.")] = "",
@@ -94,10 +101,68 @@ def bench_exchange(
     """The exchange over NVLink against NCCL: start it with torchrun, one process per GPU."""
     from megamoe.bench import exchange
 
-    if not all(part.strip().isdigit() for part in sms.split(",")):
-        raise typer.BadParameter(f"sms = {sms!r}: must be numbers with commas between them. Pass 32,64, say.")
+    counts = _numbers("sms", sms, "32,64")
     try:
-        exchange.run(out, rounds, allocator, [int(part) for part in sms.split(",")])
+        exchange.run(out, rounds, allocator, counts)
+    except MegaMoEError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@bench.command("layer")
+def bench_layer(
+    out: Annotated[Path, typer.Option(help="Folder for the CSV.")] = Path("bench_results"),
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median counts.")] = 9,
+) -> None:
+    """A layer's forward and backward pass against plain torch; started with torchrun, its paths between ranks."""
+    from megamoe.bench import layer
+
+    try:
+        layer.run(out, rounds)
+    except MegaMoEError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@bench.command("mega")
+def bench_mega(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="H,I,E,K", help="Hidden, intermediate size, experts, top-k; may be repeated; or all."),
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Comma-separated tokens of each rank.")] = "1,8,32,128,512,2048,8192",
+    routing: Annotated[str, typer.Option(help="Comma-separated: uniform, zipf, one-hot.")] = "uniform",
+    sweep: Annotated[bool, typer.Option(help="Time other settings and print the regret of the chosen ones.")] = False,
+    peer: Annotated[bool, typer.Option(help="A column for DeepGEMM's mega MoE, if it is installed.")] = True,
+    out: Annotated[Path, typer.Option(help="Folder for the CSV.")] = Path("bench_results"),
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median counts.")] = 7,
+) -> None:
+    """The mega-kernel against separate kernels and DeepGEMM's mega MoE: with torchrun, a process per GPU; or on one."""
+    from megamoe.bench import mega, mega_cases
+
+    texts = shape or ["7168,2048,64,8"]
+    shapes = mega_cases.SHAPES if texts == ["all"] else [_numbers("shape", text, "7168,2048,64,8") for text in texts]
+    counts, routings = _numbers("tokens", tokens, "1,8,128"), [name.strip() for name in routing.split(",")]
+    try:
+        mega.run(shapes, counts, routings, out, rounds, sweeps=sweep, peer=peer)
+    except MegaMoEError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@bench.command("decode")
+def bench_decode(
+    shape: Annotated[str, typer.Option(help="H,I,E,K: hidden, intermediate size, experts, top-k.")] = "7168,2048,64,8",
+    tokens: Annotated[str, typer.Option(help="Comma-separated tokens of each rank.")] = "1,8,32,128",
+    path: Annotated[str, typer.Option(help="Of the layer: auto, fused or staged.")] = "auto",
+    replays: Annotated[int, typer.Option(min=1, help="Replays that are compared with eager calls, in all.")] = 1000,
+    peer: Annotated[bool, typer.Option(help="A column for DeepGEMM's mega MoE, if it is installed.")] = True,
+    out: Annotated[Path, typer.Option(help="Folder for the CSV.")] = Path("bench_results"),
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median counts.")] = 9,
+) -> None:
+    """A decode step in a CUDA graph against eager calls and DeepGEMM: with torchrun, a process per GPU; or on one."""
+    from megamoe.bench import decode
+
+    sizes, counts = _numbers("shape", shape, "7168,2048,64,8"), _numbers("tokens", tokens, "1,8,32")
+    try:
+        decode.run(sizes, counts, out, rounds, replays, path, peer=peer)
     except MegaMoEError as error:
         raise typer.BadParameter(str(error)) from None
 

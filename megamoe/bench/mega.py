@@ -1,127 +1,114 @@
-"""The mega-kernel's whole call beside the same layer in separate kernels, over its settings.
+"""The mega-kernel's whole call beside the same layer in separate kernels, and beside DeepGEMM's mega MoE.
 
-Run: torchrun --standalone --nproc-per-node 2 -m megamoe.bench.mega [--tokens 1 8 128] [--sweep]. Every rank gets the
-same number of tokens, in BF16, with random routing. Results are compared before anything is timed; times are those of
-CUDA-graph replays, interleaved, the slowest rank's.
+Run: torchrun --standalone --nproc-per-node 2 -m megamoe bench mega [--tokens 1,8,128] [--sweep]; without torchrun on
+one GPU. From BF16 tokens and their routing to BF16 results, casts included. Results are compared with a reference and
+with each other before anything is timed. Times are those of CUDA-graph replays, interleaved, the slowest rank's.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
+from megamoe.bench.gemm_cases import worst_row
+from megamoe.bench.mega_cases import BF16, MegaCase, MegaProblem, MegaWeights, cases, random_weights
+from megamoe.bench.mega_peer import PeerLayer, PeerWeights, find_peer
+from megamoe.bench.ranks import largest, rank_of, size_of, started, world_size
+from megamoe.bench.tables import show, write_csv
 from megamoe.bench.timing import check_gpu, interleaved
-from megamoe.comm.peer import PeerExchange
-from megamoe.comm.symm import SymmetricBuffer
-from megamoe.config import MoEConfig
-from megamoe.kernels.gemm import grouped_fp8_gemm_nt
-from megamoe.kernels.gemm_swiglu import grouped_fp8_gemm_swiglu_nt
-from megamoe.kernels.mega_plan import MegaSettings, choose_settings, plan_mega
-from megamoe.kernels.quant import quantize_blockwise
-from megamoe.kernels.row_groups import RowGroups
-from megamoe.plan import plan_memory
+from megamoe.errors import fail_value
+from megamoe.kernels import reference
+from megamoe.kernels.mega_plan import MegaSettings
 from megamoe.types import Fp8Tensor, Routing
 
-FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+SAMPLE = 16
+"""Tokens of each rank that are compared with the reference."""
 
-REPEATS = 12
-"""Calls in a graph."""
-
-TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
-
-
-@dataclass(frozen=True)
-class MegaCase:
-    """Tokens of each rank and the layer's sizes."""
-
-    tokens: int
-    hidden: int = 7168
-    intermediate: int = 2048
-    experts: int = 64
-    top_k: int = 8
+ERROR_LIMIT, PEER_ERROR_LIMIT = 3e-2, 8e-2
+"""Of a token of ours: a code that rounds the other way moves by a step of e4m3. The peer's scales cover 64 activations, so
+that all of its codes round differently (some 4 %), and a few tokens' errors may be larger: of all tokens together."""
 
 
-class MegaProblem:
-    """A layer's buffers and weights on one rank, and its call in both forms.
+# ---------------------------------------------------------------- correctness
 
-    Args:
-        group: of the ranks, or None for one.
-        num_rows: rows of the pools; None: the most that any routing needs.
-    """
 
-    def __init__(self, case: MegaCase, group: dist.ProcessGroup | None, num_rows: int | None = None, seed: int = 0):
-        self.case, self.group = case, group
-        self.ranks = 1 if group is None else dist.get_world_size(group)
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        config = MoEConfig(case.hidden, case.intermediate, case.experts, case.top_k, precision="fp8")
-        memory_plan = plan_memory(config, self.ranks, case.tokens)
-        self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.plan = plan_mega(memory_plan, case.intermediate, self.sms, num_rows)
-        self.buffer = SymmetricBuffer(memory_plan, group)
-        self.memory = self.buffer.lend(memory_plan)
-        self.scratch = self.plan.views(torch.empty(self.plan.total, dtype=torch.uint8, device=self.device))
-        self.exchange = PeerExchange(case.experts, self.buffer, capacity=self.plan.num_rows)
-        self.generator = torch.Generator(self.device).manual_seed(seed + self.rank)
-        local = memory_plan.num_local_experts
-        self.up = self._weights(local, 2 * case.intermediate, case.hidden)
-        self.down = self._weights(local, case.hidden, case.intermediate)
-
-    def _weights(self, experts: int, rows: int, columns: int) -> Fp8Tensor:
-        codes = torch.empty(experts, rows, columns, dtype=FP8, device=self.device)
-        scales = torch.empty(experts, rows // 128, columns // 128, device=self.device)
-        for expert in range(experts):
-            weight = torch.randn(rows, columns, device=self.device, generator=self.generator) * columns**-0.5
-            cast = quantize_blockwise(weight)
-            codes[expert], scales[expert] = cast.codes, cast.scales
-        return Fp8Tensor(codes, scales, (128, 128))
-
-    def tokens(self, count: int | None = None) -> tuple[torch.Tensor, Routing]:
-        """Random tokens and routing."""
-        case, count = self.case, self.case.tokens if count is None else count
-        x = torch.randn(count, case.hidden, device=self.device, generator=self.generator).to(BF16)
-        scores = torch.rand(count, case.experts, device=self.device, generator=self.generator)
-        weights = torch.rand(count, case.top_k, device=self.device, generator=self.generator)
-        return x, Routing(scores.topk(case.top_k).indices, weights)
-
-    def settings(self) -> MegaSettings:
-        case = self.case
-        return choose_settings(
-            tokens=case.tokens, ranks=self.ranks, top_k=case.top_k, num_experts=case.experts, sms=self.sms
+def contributions(weights: MegaWeights, first: int, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """fp32 ``[T, H]``: what experts ``first`` to ``first + e - 1`` add to each token, by the reference's arithmetic."""
+    rows = reference.dequantize(reference.quantize(x, (1, 128)))
+    total = torch.zeros_like(rows)
+    for expert in range(weights.up.codes.shape[0]):
+        token, slot = (routing.topk_index == first + expert).nonzero(as_tuple=True)
+        if not token.numel():
+            continue
+        up, down = (
+            reference.dequantize(Fp8Tensor(w.codes[expert], w.scales[expert], w.block))
+            for w in (weights.up, weights.down)
         )
+        act = reference.activate(rows[token] @ up.t(), "swiglu", None) * routing.topk_weights[token, slot, None]
+        act = reference.dequantize(reference.quantize(act, (1, 128)))
+        total.index_add_(0, token, (act @ down.t()).to(BF16).float())
+    return total
 
-    def fused(self, x: torch.Tensor, routing: Routing, out: torch.Tensor, settings: MegaSettings) -> Callable[[], None]:
-        """A call of the mega-kernel into ``out``."""
-        from megamoe.kernels import mega
 
-        launches = mega.call(
-            self.plan,
-            settings,
-            self.memory,
-            self.scratch,
-            x,
-            (routing.topk_index, routing.topk_weights),
-            self.up,
-            self.down,
-            out,
-            num_experts=self.case.experts,
-            activation="swiglu",
-            clamp=None,
-            all_sms=self.sms,
-        )
-        return lambda: self.buffer.run(launches)
+def expected_sample(
+    weights: MegaWeights, x: torch.Tensor, routing: Routing, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some of this rank's tokens, and their results by the reference. A collective: as many tokens on all ranks."""
+    ranks, rank, local = size_of(group), rank_of(group), weights.up.codes.shape[0]
+    chosen = torch.linspace(0, x.shape[0] - 1, min(SAMPLE, x.shape[0]), device=x.device).round().long()
+    parts = [x[chosen], routing.topk_index[chosen], routing.topk_weights[chosen]]
+    if group is not None:
+        gathered = [part.new_empty(ranks * part.shape[0], part.shape[1]) for part in parts]
+        for whole, part in zip(gathered, parts, strict=True):
+            dist.all_gather_into_tensor(whole, part, group)
+        parts = gathered
+    total = contributions(weights, rank * local, parts[0], Routing(*parts[1:]))
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return chosen, total.view(ranks, chosen.numel(), -1)[rank]
 
-    def staged(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """The same layer in separate kernels."""
-        rows, handle = self.exchange.dispatch_once(x, routing, FP8)
-        groups = RowGroups.psum(handle.layout.ends.to(torch.int32))
-        act = grouped_fp8_gemm_swiglu_nt(rows, self.up, groups, row_weights=handle.row_weights)
-        return self.exchange.return_rows(grouped_fp8_gemm_nt(act, self.down, groups), handle, BF16)
+
+def _whole(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    norm = torch.linalg.vector_norm
+    return norm(actual.double() - expected.double()) / norm(expected.double()).clamp_min(1e-300)
+
+
+class Checker:
+    """Compares results with a sample by the reference, and with the staged path's in full."""
+
+    def __init__(self, problem: MegaProblem, x: torch.Tensor, routing: Routing):
+        self._problem = problem
+        self._chosen, self._sample = expected_sample(problem.weights, x, routing, problem.group)
+        self.expected = problem.staged(x, routing)
+        problem.finish()
+        self("staged", self.expected, ERROR_LIMIT)
+
+    def __call__(self, name: str, out: torch.Tensor, limit: float) -> tuple[float, bool]:
+        """Relative error, of our worst token or of all of the peer's, of the worst rank, and whether the bits are the staged path's on all of them.
+
+        Raises:
+            RuntimeError: on all ranks, if one's results are wrong.
+        """
+        error_of = worst_row if limit == ERROR_LIMIT else _whole
+        errors = {
+            "reference": float(error_of(out[self._chosen], self._sample)),
+            "staged": float(error_of(out, self.expected)),
+            "bits": float(not torch.equal(out, self.expected)),
+        }
+        errors = largest(errors, self._problem.group, out.device)
+        error = max(errors["reference"], errors["staged"])
+        if not error < limit:
+            raise RuntimeError(f"{self._problem.case.label}: {name} has relative error {error:.3g}")
+        return error, not errors["bits"]
+
+
+# ---------------------------------------------------------------- measurements
 
 
 def variants(chosen: MegaSettings, sweep: bool) -> Iterator[tuple[str, MegaSettings]]:
@@ -137,58 +124,171 @@ def variants(chosen: MegaSettings, sweep: bool) -> Iterator[tuple[str, MegaSetti
         yield "mega turns", replace(chosen, turns=True)
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """Who measures.
+
+    Attributes:
+        world: all ranks; there is one also without torchrun, for the peer.
+        rank: in it.
+        group: for calls of megamoe: None where a rank is alone.
+    """
+
+    world: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None
+    rank: int
+
+
+def _timed(
+    problem: MegaProblem, candidates: dict[str, Callable[[], object]], ranks: Ranks, rounds: int
+) -> dict[str, float]:
+    calls = problem.case.calls(size_of(ranks.group))
+    times = interleaved({name: [call] for name, call in candidates.items()}, rounds, calls)
+    problem.finish()
+    return largest(times, ranks.group, problem.device)
+
+
 @torch.no_grad()
-def measure(case: MegaCase, group: dist.ProcessGroup | None, rounds: int, sweep: bool) -> dict[str, float]:
-    """Microseconds of a call by name; rank 0 prints whether results are the same bits."""
-    problem = MegaProblem(case, group)
-    x, routing = problem.tokens()
-    expected = problem.staged(x, routing)
-    problem.buffer.check()
-    candidates: dict[str, list[Callable[[], object]]] = {"staged": [lambda: problem.staged(x, routing)]}
-    for name, settings in variants(problem.settings(), sweep):
+def measure(
+    case: MegaCase, weights: MegaWeights, peer: PeerWeights | None, ranks: Ranks, rounds: int
+) -> dict[str, object]:
+    """The row of a case: microseconds, errors, ratios. A collective."""
+    problem = MegaProblem(case, ranks.group, weights=weights)
+    layer = None
+    try:
+        x, routing = problem.tokens()
+        check = Checker(problem, x, routing)
         out = torch.full_like(x, float("nan"))
-        call = problem.fused(x, routing, out, settings)
-        call()
-        problem.buffer.check()
-        error = float((out.double() - expected.double()).norm() / expected.double().norm())
-        if not error < 1e-2:
-            raise RuntimeError(f"{case}: {name}: relative error {error}")
-        if problem.rank == 0:
-            print(f"{name}: relative error {error:.1e}, same bits: {torch.equal(out, expected)}", flush=True)
-        candidates[name] = [call]
-    times = interleaved(candidates, rounds, REPEATS)
-    values = torch.tensor(list(times.values()), device=problem.device)
-    if group is not None:
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-    problem.buffer.check()
-    problem.buffer.close()
-    return dict(zip(times, values.tolist(), strict=True))
+        candidates = {
+            "mega": problem.fused(x, routing, out, problem.settings()),
+            "staged": lambda: problem.staged(x, routing),
+        }
+        candidates["mega"]()
+        problem.finish()
+        error, same_bits = check("mega", out, ERROR_LIMIT)
+        figures: dict[str, object] = {"same_bits": same_bits, "error": f"{error:.1e}"}
+        if peer is not None:
+            sizes = dict(zip(("hidden", "intermediate", "experts", "top_k"), case.shape, strict=True))
+            layer = PeerLayer(peer, ranks.world, tokens=case.tokens, **sizes)
+            peer_out = torch.full_like(x, float("nan"))
+            candidates["deep_gemm"] = layer.call(x, routing, peer_out)
+            candidates["deep_gemm"]()
+            problem.finish()
+            figures["deep_gemm_error"] = f"{check('deep_gemm', peer_out, PEER_ERROR_LIMIT)[0]:.1e}"
+        return {**row_of(case, _timed(problem, candidates, ranks, rounds)), **figures}
+    finally:
+        # What the graphs held is free: _timed has returned.
+        problem.buffer.close()
+        if layer is not None:
+            layer.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--shape", type=int, nargs=4, default=[7168, 2048, 64, 8], metavar=("H", "I", "E", "K"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sweep", action="store_true", help="other settings too")
-    options = parser.parse_args()
+@torch.no_grad()
+def sweep(case: MegaCase, weights: MegaWeights, ranks: Ranks, rounds: int) -> dict[str, float]:
+    """Microseconds of every setting, the chosen one under ``mega``. A collective."""
+    problem = MegaProblem(case, ranks.group, weights=weights)
+    try:
+        x, routing = problem.tokens()
+        check = Checker(problem, x, routing)
+        candidates = {}
+        for name, settings in variants(problem.settings(), sweep=True):
+            out = torch.full_like(x, float("nan"))
+            candidates[name] = problem.fused(x, routing, out, settings)
+            candidates[name]()
+            problem.finish()
+            check(name, out, ERROR_LIMIT)
+        return _timed(problem, candidates, ranks, rounds)
+    finally:
+        problem.buffer.close()
+
+
+def row_of(case: MegaCase, times: dict[str, float]) -> dict[str, object]:
+    """Times of a call, others' over the mega-kernel's, and TFLOPS of a GPU in the mean."""
+    row: dict[str, object] = {"shape": ",".join(map(str, case.shape)), "routing": case.routing, "tokens": case.tokens}
+    ours = times["mega"]
+    row |= {f"{name}_us": round(value, 1) for name, value in times.items()}
+    row |= {f"x_{name}": round(value / ours, 3) for name, value in times.items() if name != "mega"}
+    return {**row, "tflops": round(case.flops / ours / 1e6, 1)}
+
+
+def regret_of(case: MegaCase, times: dict[str, float]) -> dict[str, object]:
+    """What the chosen settings lose against the best."""
+    ranking = sorted(times.items(), key=lambda item: item[1])
+    best, best_us = ranking[0]
+    return {
+        "shape": ",".join(map(str, case.shape)),
+        "routing": case.routing,
+        "tokens": case.tokens,
+        "chosen_us": round(times["mega"], 1),
+        "best": best,
+        "best_us": round(best_us, 1),
+        "regret_percent": round(100 * (times["mega"] / best_us - 1), 1),
+        "ranking": " ".join(f"{name.replace(' ', '_')}={value:.1f}" for name, value in ranking),
+    }
+
+
+# ---------------------------------------------------------------- the command
+
+COLUMNS = (
+    *("shape", "routing", "tokens", "mega_us", "staged_us", "deep_gemm_us", "x_staged", "x_deep_gemm", "tflops"),
+    *("same_bits", "error", "deep_gemm_error", "chosen_us", "best", "best_us", "regret_percent"),
+)
+
+
+def run(
+    shapes: Sequence[Sequence[int]],
+    tokens: Sequence[int],
+    routings: Sequence[str],
+    folder: Path,
+    rounds: int,
+    sweeps: bool,
+    peer: bool = True,
+) -> list[dict[str, object]]:
+    """Measures, and prints and writes ``mega.csv``, or ``mega_sweep.csv``, into ``folder`` from rank 0.
+
+    Raises:
+        MegaMoEError: an argument breaks a rule, or this machine cannot run the kernel.
+        RuntimeError: somebody's results are wrong.
+    """
+    wanted = cases(shapes, tokens, routings, world_size())
     check_gpu()
-    group = None
-    if "RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-        group = dist.group.WORLD
-    hidden, intermediate, experts, top_k = options.shape
-    for tokens in options.tokens:
-        case = MegaCase(tokens, hidden, intermediate, experts, top_k)
-        times = measure(case, group, options.rounds, options.sweep)
-        if group is None or dist.get_rank() == 0:
-            flops = 6 * tokens * top_k * hidden * intermediate
-            for name, microseconds in times.items():
-                print(f"{case}: {name}: {microseconds:.1f} us, {flops / microseconds / 1e6:.0f} TFLOPS", flush=True)
-    if group is not None:
-        dist.destroy_process_group()
+    from megamoe.kernels import mega
+
+    if not mega.SUPPORTED:
+        fail_value("triton", "3.8 or later", "must be 3.6 or 3.7 for the mega-kernel", "Install triton 3.6.")
+    begin = time.perf_counter()
+    with started() as world:
+        ranks = Ranks(world, world if size_of(world) > 1 else None, rank_of(world))
+        module, why = find_peer() if peer and not sweeps else (None, "")
+        if why and ranks.rank == 0:
+            print(why, flush=True)
+        rows = _run(wanted, module, ranks, folder, rounds, sweeps)
+    if ranks.rank == 0:
+        print(f"{world_size()} GPUs, {time.perf_counter() - begin:.0f} s", flush=True)
+        show(rows, COLUMNS)
+    return rows
 
 
-if __name__ == "__main__":
-    main()
+def _run(
+    wanted: Sequence[MegaCase], module: ModuleType | None, ranks: Ranks, folder: Path, rounds: int, sweeps: bool
+) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    shape, weights, peer = None, None, None
+    for case in wanted:
+        if case.shape != shape:
+            # The old ones first: two layers' weights need not fit.
+            weights = peer = None
+            torch.cuda.empty_cache()
+            generator = torch.Generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(1 + ranks.rank)
+            shape, weights = case.shape, random_weights(case, size_of(ranks.group), generator)
+            peer = None if module is None else PeerWeights(module, weights.up, weights.down)
+        if sweeps:
+            rows.append(regret_of(case, sweep(case, weights, ranks, rounds)))
+        else:
+            rows.append(measure(case, weights, peer, ranks, rounds))
+        torch.cuda.empty_cache()
+        if ranks.rank == 0:
+            print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+            # After each case: a run that is stopped leaves what it has measured.
+            write_csv(rows, folder / ("mega_sweep.csv" if sweeps else "mega.csv"))
+    return rows
