@@ -87,13 +87,13 @@ def _check_rows(rows: RowGroups | None, a: torch.Tensor, b: torch.Tensor) -> Non
 
 
 def checked_result(
-    out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, argument: str = "out"
 ) -> torch.Tensor:
     """``out`` after its checks, or a new tensor of this shape and dtype where it is None."""
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    check_tensor("out", out, shape, (dtype,), device)
-    _check_rows_16_bytes("out", out)
+    check_tensor(argument, out, shape, (dtype,), device)
+    _check_rows_16_bytes(argument, out)
     return out
 
 

@@ -96,6 +96,7 @@ def _on_hopper(
     transposed_b: bool,
     activation: str | None,
     clamp: float | None,
+    pre: torch.Tensor | None,
 ) -> Callable[[], None] | None:
     from megamoe.kernels.gluon import launch
 
@@ -126,6 +127,7 @@ def _on_hopper(
         bias,
         row_weights,
         a.shape[-2],
+        pre,
     )
     run = launch.gemm(kind, operands, tile, problem.sms, activation=activation, clamp=clamp, transposed_b=transposed_b)
     return None if copied else run
@@ -157,13 +159,14 @@ def execute(
     transposed_b: bool = False,
     activation: str | None = None,
     clamp: float | None = None,
+    pre: torch.Tensor | None = None,
 ) -> Callable[[], None] | None:
-    """Computes into ``out`` (and ``out_scales``). Arguments as in ``gemm``, checked there.
+    """Computes into ``out`` (and ``out_scales``, ``pre``). Arguments as in ``gemm``, checked there.
 
     Returns:
         What computes it again while the tensors lie where they are; None if there is no short way.
     """
-    rest = (c, bias, row_weights)
+    rest, last = (c, bias, row_weights), (transposed_b, activation, clamp, pre)
     if torch.compiler.is_compiling():
         kind, index, expected = ("dense", None, None) if rows is None else (rows.kind, rows.index, rows.expected)
         fields = None if tile is None else [int(field) for field in astuple(tile)]
@@ -179,21 +182,19 @@ def execute(
             out_scales,
             *rest,
             fields,
-            transposed_b,
-            activation,
-            clamp,
+            *last,
         )
     elif not out.numel() or not b.shape[0]:
         return None
     elif runs_kernels(a) and a.shape[-1]:
-        return _on_hopper(a, a_scales, b, b_scales, rows, out, out_scales, *rest, tile, transposed_b, activation, clamp)
+        return _on_hopper(a, a_scales, b, b_scales, rows, out, out_scales, *rest, tile, *last)
     else:
-        reference_gemm.gemm(a, a_scales, b, b_scales, rows, out, out_scales, *rest, transposed_b, activation, clamp)
+        reference_gemm.gemm(a, a_scales, b, b_scales, rows, out, out_scales, *rest, *last)
     return None
 
 
 # Eager calls skip the operator: its dispatch costs more than the launch.
-@torch.library.custom_op("megamoe::gemm", mutates_args=("out", "out_scales"))
+@torch.library.custom_op("megamoe::gemm", mutates_args=("out", "out_scales", "pre"))
 def _operator(
     a: torch.Tensor,
     a_scales: torch.Tensor | None,
@@ -211,12 +212,12 @@ def _operator(
     transposed_b: bool,
     activation: str | None,
     clamp: float | None,
+    pre: torch.Tensor | None,
 ) -> None:
     rows = None if index is None else RowGroups(kind, index, expected)
     chosen = None if tile is None else Tile(*tile[:6], bool(tile[6]), tile[7])
-    execute(
-        a, a_scales, b, b_scales, rows, out, out_scales, c, bias, row_weights, chosen, transposed_b, activation, clamp
-    )
+    last = chosen, transposed_b, activation, clamp, pre
+    execute(a, a_scales, b, b_scales, rows, out, out_scales, c, bias, row_weights, *last)
 
 
 @_operator.register_fake
@@ -237,5 +238,6 @@ def _(
     transposed_b,
     activation,
     clamp,
+    pre,
 ) -> None:
     return None

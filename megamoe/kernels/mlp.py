@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megamoe.kernels import mlp_bf16, mlp_fp8
+from megamoe.kernels.main_grad import input_nodes, is_accumulated, main_grad_of, mark_added
 from megamoe.kernels.mlp_options import MlpOptions
 from megamoe.types import ExpertLayout
 
@@ -21,6 +22,8 @@ Kept = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 BF16: pre-activations, and with ``down_bias`` the unweighted result. FP8, in place of the rows: their codes, as bytes,
 their scales ``[H / 128, P]``, pre-activations. None where there is nothing, or ``recompute`` wants it again.
 """
+
+PARAMETERS = ("up_proj", "down_proj", "up_bias", "down_bias")
 
 
 def grouped_mlp(
@@ -32,10 +35,16 @@ def grouped_mlp(
     options: MlpOptions,
     up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    owners: Sequence[torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """The rows' expert outputs, each already multiplied by its routing weight; differentiable once.
 
     Without ``down_bias`` the weight multiplies the activation before GEMM 2, with it (row + bias) after GEMM 2.
+
+    A parameter with an attribute ``main_grad``, a float32 tensor of its shape, gets no ``.grad``: ``backward`` adds its
+    gradient, unrounded, to ``main_grad``, on the stream of the forward pass, and sets ``grad_added_to_main_grad`` to
+    True where the parameter has that attribute. Each backward pass through each call adds once. ``autograd.grad``
+    returns gradients and adds nothing. torch.compile leaves such a call out of its graph.
 
     Args:
         rows: ``[P, H]``, padding rows zero. Its dtype is the operands' dtype of the BF16 path.
@@ -44,13 +53,20 @@ def grouped_mlp(
             come in this dtype, from fp32 sums. FP8 keeps copies of the weights: see ``weight_cache``.
         down_proj: ``[e, H, I]``.
         up_bias, down_bias: ``[e, 2I]`` and ``[e, H]``, added in fp32.
+        owners: the parameters of which these four are the parts that this rank holds; None: they are the parameters.
 
     Returns:
         ``[P, H]`` in the dtype of ``rows``; padding rows are undefined.
+
+    Raises:
+        MegaMoEError: a ``main_grad`` of another dtype, shape or device.
     """
     operands = rows, row_weights, up_proj, down_proj, up_bias, down_bias
-    if torch.compiler.is_compiling():
-        trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+    owners = operands[2:] if owners is None else tuple(owners)
+    with_grads = torch.is_grad_enabled()
+    adds = with_grads and any(getattr(owner, "main_grad", None) is not None for owner in owners)
+    if torch.compiler.is_compiling() and not adds:
+        trained = with_grads and any(x is not None and x.requires_grad for x in operands)
         constants = (
             options.activation,
             options.clamp,
@@ -60,9 +76,23 @@ def grouped_mlp(
             trained,
         )
         return _operator(*operands, layout.counts, layout.starts, *constants)[0]
-    if not torch.is_grad_enabled():
+    if not with_grads:
         return _forward(*operands, layout, options, False)[0]
-    return _GroupedMlp.apply(*operands, layout, options)
+    if adds:
+        return _adding(operands, layout, options, owners)
+    return _GroupedMlp.apply(*operands, layout, options, owners)
+
+
+def _adding(operands: tuple, layout: ExpertLayout, options: MlpOptions, owners: tuple) -> torch.Tensor:
+    for name, owner, part in zip(PARAMETERS, owners, operands[2:], strict=True):
+        main_grad_of(name, owner, part)
+    return _GroupedMlp.apply(*operands, layout, options, owners)
+
+
+# As torch.compiler.disable does it, which would import the compiler now. A graph has no place for writes to a
+# parameter's attribute in its backward pass.
+_adding._torchdynamo_disable = True
+_adding._torchdynamo_disable_msg = "gradients are added to main_grad"
 
 
 # ---------------------------------------------------------------- forward and backward
@@ -85,7 +115,7 @@ def _forward(
         if options.precision == "fp8":
             out, *kept = mlp_fp8.forward(*operands, layout, options, trained)
         else:
-            out, *kept = mlp_bf16.forward(*operands, layout, options)
+            out, *kept = mlp_bf16.forward(*operands, layout, options, trained)
     return out, tuple(kept)
 
 
@@ -101,18 +131,22 @@ def _backward(
     layout: ExpertLayout,
     options: MlpOptions,
     needed: Sequence[bool],
+    totals: Sequence[torch.Tensor | None] = (None,) * 4,
 ) -> list[torch.Tensor | None]:
-    """The gradients of the first six arguments of ``_forward``, None where not ``needed``; ``rows`` None for FP8."""
+    """The gradients of the first six arguments of ``_forward``, None where not ``needed``; ``rows`` None for FP8.
+
+    Those of the parameters are added to their ``totals`` where there are any, and None too.
+    """
     operands = row_weights, up_proj, down_proj, up_bias, down_bias
     with torch.autocast(grad_out.device.type, enabled=False):
         if options.precision == "fp8":
-            return mlp_fp8.backward(grad_out, *kept, *operands, layout, options, needed)
-        return mlp_bf16.backward(grad_out, rows, *operands, *kept[:2], layout, options, needed)
+            return mlp_fp8.backward(grad_out, *kept, *operands, layout, options, needed, totals)
+        return mlp_bf16.backward(grad_out, rows, *operands, *kept[:2], layout, options, needed, totals)
 
 
 class _GroupedMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, row_weights, up_proj, down_proj, up_bias, down_bias, layout, options):
+    def forward(ctx, rows, row_weights, up_proj, down_proj, up_bias, down_bias, layout, options, owners):
         operands = row_weights, up_proj, down_proj, up_bias, down_bias
         trained = any(ctx.needs_input_grad)
         out, kept = _forward(rows, *operands, layout, options, trained)
@@ -121,6 +155,8 @@ class _GroupedMlp(torch.autograd.Function):
             # The layout too: activation checkpointing replaces all saved tensors together, and nothing else.
             ctx.save_for_backward(rows, *kept, *operands, layout.counts, layout.starts)
             ctx.options = options
+            # Others are no parameters, and are to be freed once they have been saved elsewhere.
+            ctx.owners = [owner if owner is not None and owner.is_leaf else None for owner in owners]
         return out
 
     @staticmethod
@@ -129,7 +165,23 @@ class _GroupedMlp(torch.autograd.Function):
         rows, first, second, third, *operands, counts, starts = ctx.saved_tensors
         layout = ExpertLayout(counts, starts, grad_out.shape[0])
         kept = first, second, third
-        return *_backward(grad_out, rows, kept, *operands, layout, ctx.options, ctx.needs_input_grad[:6]), None, None
+        needed = ctx.needs_input_grad[:6]
+        totals = _totals(ctx, operands)
+        grads = _backward(grad_out, rows, kept, *operands, layout, ctx.options, needed, totals)
+        for owner, total in zip(ctx.owners, totals, strict=True):
+            if total is not None:
+                mark_added(owner)
+        return *grads, None, None, None
+
+
+def _totals(ctx, operands: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """What the running backward pass adds the parameters' gradients to; ``operands``: all but the rows."""
+    totals, nodes = [], input_nodes(ctx, (True, *(x is not None for x in operands)))
+    parts = zip(PARAMETERS, ctx.owners, operands[1:], nodes[2:], ctx.needs_input_grad[2:6], strict=True)
+    for name, owner, part, node, need in parts:
+        total = main_grad_of(name, owner, part) if need else None
+        totals.append(total if total is not None and is_accumulated(node) else None)
+    return totals
 
 
 # ---------------------------------------------------------------- operators

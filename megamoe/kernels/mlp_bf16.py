@@ -1,4 +1,7 @@
-"""The expert MLP without quantisation: the operands of each GEMM in the dtype of the rows, the rest in fp32."""
+"""The expert MLP without quantisation: the operands of each GEMM in the dtype of the rows, the rest in fp32.
+
+Hopper's kernels compute the activation inside GEMM 1, from fp32 sums; pre-activations that are kept are rounded.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from megamoe.kernels import pool_gemm, reference
+from megamoe.kernels import gemm_swiglu, pool_gemm, reference
 from megamoe.kernels.layout import row_expert_ids
+from megamoe.kernels.main_grad import finish
 from megamoe.kernels.mlp_activation import activate_backward
 from megamoe.kernels.mlp_options import MlpOptions
+from megamoe.kernels.row_groups import RowGroups
 from megamoe.types import ExpertLayout
 
 
@@ -25,10 +30,59 @@ def _pre_activations(
     return pre if up_bias is None else _add_bias(pre, up_bias, layout)
 
 
+def _first_gemm(
+    rows: torch.Tensor,
+    up_proj: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    layout: ExpertLayout,
+    options: MlpOptions,
+    with_pre: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The activation (x routing weight) in the rows' dtype, and the pre-activations, where asked for or on the way."""
+    if not pool_gemm.fuses_activation(rows, up_proj, options.activation):
+        pre = _pre_activations(rows, up_proj, up_bias, layout)
+        act = reference.activate(pre, options.activation, options.clamp)
+        if weights is not None:
+            act = act * weights.to(act.dtype).unsqueeze(1)
+        return act.to(rows.dtype), pre
+    pre = rows.new_empty(rows.shape[0], up_proj.shape[1]) if with_pre else None
+    if up_bias is not None:
+        up_bias = (up_bias if up_bias.dtype == rows.dtype else up_bias.float()).contiguous()
+    act = gemm_swiglu.grouped_bf16_gemm_swiglu_nt(
+        rows.contiguous(),
+        up_proj.to(rows.dtype).contiguous(),
+        RowGroups.padded(layout),
+        row_weights=None if weights is None else weights.float().contiguous(),
+        activation=options.activation,
+        clamp=options.clamp,
+        bias=up_bias,
+        pre=pre,
+    )
+    return act, pre
+
+
 def _unweighted(
-    act: torch.Tensor, down_proj: torch.Tensor, down_bias: torch.Tensor, layout: ExpertLayout, dtype: torch.dtype
+    act: torch.Tensor, down_proj: torch.Tensor, down_bias: torch.Tensor, layout: ExpertLayout
 ) -> torch.Tensor:
-    return _add_bias(pool_gemm.grouped_gemm_nt(act.to(dtype), down_proj.to(dtype), layout), down_bias, layout)
+    return _add_bias(pool_gemm.grouped_gemm_nt(act, down_proj.to(act.dtype), layout), down_bias, layout)
+
+
+def _weight_gradient(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    layout: ExpertLayout,
+    scale: float,
+    dtype: torch.dtype,
+    total: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """``[e, M, N]``: ``scale`` x the sums over each expert's rows, in ``dtype`` or added to ``total``."""
+    if total is not None:
+        pool_gemm.add_grouped_gemm_k(total, a, b, layout, scale)
+        return None
+    if scale == 1:
+        return pool_gemm.grouped_gemm_k(a, b, layout, dtype)
+    return finish(pool_gemm.grouped_gemm_k(a, b, layout), scale, dtype, None)
 
 
 def kept_forms(
@@ -42,8 +96,9 @@ def kept_forms(
     if options.recompute == "activation":
         return [None, None, None]
     wide = reference.accumulation_dtype(rows)
-    # torch's grouped GEMM and the kernels round the result, the reference and the bias leave it wide.
-    rounded = up_bias is None and pool_gemm.rounds_results(rows, up_proj.to(rows.dtype))
+    # torch's grouped GEMM and the kernels round the result, the reference and a bias after the GEMM leave it wide.
+    rounded = pool_gemm.fuses_activation(rows, up_proj, options.activation)
+    rounded |= up_bias is None and pool_gemm.rounds_results(rows, up_proj.to(rows.dtype))
     pre = (rows.shape[0], up_proj.shape[1]), rows.dtype if rounded else wide
     return [pre, None if down_bias is None else (rows.shape, wide), None]
 
@@ -57,21 +112,21 @@ def forward(
     down_bias: torch.Tensor | None,
     layout: ExpertLayout,
     options: MlpOptions,
+    trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, None]:
     """The result, and what the backward pass needs: pre-activations, and with ``down_bias`` the unweighted result.
 
-    Both are None where the backward pass computes them again.
+    Both are None where the backward pass computes them again, or there will be none.
     """
-    pre = _pre_activations(rows, up_proj, up_bias, layout)
-    act = reference.activate(pre, options.activation, options.clamp)
-    weights = row_weights.to(act.dtype).unsqueeze(1)
-    unweighted = None
+    keeps, unweighted = trained and options.recompute == "none", None
+    inner_weights = row_weights if down_bias is None else None
+    act, pre = _first_gemm(rows, up_proj, up_bias, inner_weights, layout, options, keeps)
     if down_bias is None:
-        out = pool_gemm.grouped_gemm_nt((act * weights).to(rows.dtype), down_proj.to(rows.dtype), layout)
+        out = pool_gemm.grouped_gemm_nt(act, down_proj.to(rows.dtype), layout)
     else:
-        unweighted = _unweighted(act, down_proj, down_bias, layout, rows.dtype)
-        out = unweighted * weights
-    if options.recompute == "activation":
+        unweighted = _unweighted(act, down_proj, down_bias, layout)
+        out = unweighted * row_weights.to(unweighted.dtype).unsqueeze(1)
+    if not keeps:
         pre = unweighted = None
     return out.to(rows.dtype), pre, unweighted, None
 
@@ -89,8 +144,13 @@ def backward(
     layout: ExpertLayout,
     options: MlpOptions,
     needed: Sequence[bool],
+    totals: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    """The gradients of the first six arguments of ``forward``, None where not ``needed``."""
+    """The gradients of the first six arguments of ``forward``, None where not ``needed``.
+
+    Those of the last four are added to their ``totals`` where there are any, and None too.
+    """
+    up_total, down_total, up_bias_total, down_bias_total = totals
     need_rows, need_weights, need_up, need_down, need_up_bias, need_down_bias = needed
     scale, operands = options.weight_grad_scale, rows.dtype
     grad_rows = grad_weights = grad_up = grad_down = grad_up_bias = grad_down_bias = None
@@ -98,16 +158,21 @@ def backward(
     grad_out = grad_out.contiguous()
     weights = row_weights.to(dtype).unsqueeze(1)
     if pre is None:
-        pre = _pre_activations(rows, up_proj, up_bias, layout)
+        needs_act = down_bias is not None and need_weights
+        if needs_act or pool_gemm.fuses_activation(rows, up_proj, options.activation):
+            # As in the forward pass: the same bits.
+            act, pre = _first_gemm(rows, up_proj, up_bias, None, layout, options, True)
+        else:
+            pre = _pre_activations(rows, up_proj, up_bias, layout)
+        if needs_act:
+            unweighted = _unweighted(act, down_proj, down_bias, layout)
     if down_bias is not None:
         if need_weights:
-            if unweighted is None:
-                act = reference.activate(pre, options.activation, options.clamp)
-                unweighted = _unweighted(act, down_proj, down_bias, layout, operands)
             grad_weights = (grad_out.to(dtype) * unweighted).sum(dim=1).to(row_weights.dtype)
         grad_out = grad_out.to(dtype) * weights
         if need_down_bias:
-            grad_down_bias = (reference.segment_sum(grad_out, layout) * scale).to(down_bias.dtype)
+            sums = pool_gemm.segment_sum(grad_out, layout)
+            grad_down_bias = finish(sums, scale, down_bias.dtype, down_bias_total)
 
     grad_act = pool_gemm.grouped_gemm_nn(grad_out.to(operands), down_proj.to(operands), layout).to(dtype)
     if down_bias is None:
@@ -118,12 +183,12 @@ def backward(
     else:
         act, grad_pre = activate_backward(pre, grad_act, options.activation, options.clamp)
     if need_down:
-        grad_down = pool_gemm.grouped_gemm_k(grad_out.to(operands), act.to(operands), layout)
-        grad_down = (grad_down * scale).to(down_proj.dtype)
+        sides = grad_out.to(operands), act.to(operands)
+        grad_down = _weight_gradient(*sides, layout, scale, down_proj.dtype, down_total)
     if need_rows:
         grad_rows = pool_gemm.grouped_gemm_nn(grad_pre.to(operands), up_proj.to(operands), layout).to(operands)
     if need_up:
-        grad_up = (pool_gemm.grouped_gemm_k(grad_pre.to(operands), rows, layout) * scale).to(up_proj.dtype)
+        grad_up = _weight_gradient(grad_pre.to(operands), rows, layout, scale, up_proj.dtype, up_total)
     if need_up_bias:
-        grad_up_bias = (reference.segment_sum(grad_pre, layout) * scale).to(up_bias.dtype)
+        grad_up_bias = finish(pool_gemm.segment_sum(grad_pre, layout), scale, up_bias.dtype, up_bias_total)
     return [grad_rows, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias]

@@ -1,8 +1,8 @@
 """The expert MLP in FP8: rows and gradients in 1x128 blocks, weights in 128x128, operands of weight gradients in 128x1.
 
-Between the casts: fp32 inside a kernel, BF16 in memory where rows are BF16, else fp32. Training with
-``recompute="none"`` computes the activation from the pre-activations that it keeps, all else inside GEMM 1, from fp32
-sums. The rows are kept as their codes.
+Between the casts: fp32 inside a kernel, BF16 in memory where rows are BF16, else fp32. GEMM 1 computes the activation
+from its fp32 sums, but for ``relu2``, and for rows that are not BF16 where pre-activations are kept. The rows are kept
+as their codes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from megamoe.kernels import gemm, gemm_swiglu, mlp_quant, quant, reference
+from megamoe.kernels import gemm, gemm_k, gemm_swiglu, mlp_quant, pool_gemm, quant, reference
 from megamoe.kernels.layout import row_expert_ids
+from megamoe.kernels.main_grad import can_be_written, finish
 from megamoe.kernels.mlp_options import MlpOptions
 from megamoe.kernels.reference import FP8_BLOCK
 from megamoe.kernels.row_groups import RowGroups
@@ -81,6 +82,40 @@ def _activate(pre: torch.Tensor, weights: torch.Tensor | None, options: MlpOptio
     return quant.quantize_rowwise(act if weights is None else act * weights.unsqueeze(1), mn_major=True)
 
 
+def _fuses(options: MlpOptions, wide: torch.dtype, with_pre: bool) -> bool:
+    """Whether GEMM 1 computes the activation, and stores its pre-activations beside it."""
+    return options.activation in gemm_swiglu.ACTIVATIONS and (wide == torch.bfloat16 or not with_pre)
+
+
+def _first_gemm(
+    codes: Fp8Tensor,
+    up: Fp8Tensor,
+    groups: RowGroups,
+    weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    options: MlpOptions,
+    wide: torch.dtype,
+    with_pre: bool,
+) -> tuple[Fp8Tensor, torch.Tensor | None]:
+    """The activation (x routing weight), cast, and the pre-activations, where asked for or on the way."""
+    if not _fuses(options, wide, with_pre):
+        pre = gemm.grouped_fp8_gemm_nt(codes, up, groups, out_dtype=wide, bias=bias)
+        return _activate(pre, weights, options), pre
+    shape = codes.codes.shape[0], up.codes.shape[1]
+    pre = torch.empty(shape, dtype=wide, device=codes.codes.device) if with_pre else None
+    act = gemm_swiglu.grouped_fp8_gemm_swiglu_nt(
+        codes,
+        up,
+        groups,
+        row_weights=weights,
+        activation=options.activation,
+        clamp=options.clamp,
+        bias=bias,
+        pre=pre,
+    )
+    return act, pre
+
+
 def forward(
     rows: torch.Tensor,
     row_weights: torch.Tensor,
@@ -103,20 +138,8 @@ def forward(
     codes = quant.quantize_rowwise(_pad_columns(rows, up.codes.shape[2]), mn_major=True)
     inner_weights = weights if down_bias is None else None
     bias = _padded_bias(up_bias, up_padding)
-    pre = None
-    if (trained and options.recompute == "none") or options.activation not in gemm_swiglu.ACTIVATIONS:
-        pre = gemm.grouped_fp8_gemm_nt(codes, up, groups, out_dtype=wide, bias=bias)
-        act = _activate(pre, inner_weights, options)
-    else:
-        act = gemm_swiglu.grouped_fp8_gemm_swiglu_nt(
-            codes,
-            up,
-            groups,
-            row_weights=inner_weights,
-            activation=options.activation,
-            clamp=options.clamp,
-            bias=bias,
-        )
+    keeps = trained and options.recompute == "none"
+    act, pre = _first_gemm(codes, up, groups, inner_weights, bias, options, wide, keeps)
     if down_bias is None:
         out = gemm.grouped_fp8_gemm_nt(act, down, groups, out_dtype=wide)
     else:
@@ -125,7 +148,7 @@ def forward(
     out = _cut_columns(out, rows.shape[1]).to(rows.dtype)
     if not trained:
         return out, None, None, None
-    return out, codes.codes.view(torch.uint8), codes.scales.t(), pre if options.recompute == "none" else None
+    return out, codes.codes.view(torch.uint8), codes.scales.t(), pre if keeps else None
 
 
 def backward(
@@ -141,12 +164,15 @@ def backward(
     layout: ExpertLayout,
     options: MlpOptions,
     needed: Sequence[bool],
+    totals: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
     """The gradients of the first six arguments of ``forward``, None where not ``needed``.
 
-    The routing weight multiplies a row's result, before or after GEMM 2: its gradient, and all others but those of the
-    biases, are the same sums either way.
+    Those of the last four are added to their ``totals`` where there are any, and None too. The routing weight
+    multiplies a row's result, before or after GEMM 2: its gradient, and all others but those of the biases, are the
+    same sums either way.
     """
+    up_total, down_total, up_bias_total, down_bias_total = totals
     need_rows, need_weights, need_up, need_down, need_up_bias, need_down_bias = needed
     scale, wide, hidden = options.weight_grad_scale, _intermediate_dtype(grad_out), grad_out.shape[1]
     grad_rows = grad_weights = grad_up = grad_down = grad_up_bias = grad_down_bias = None
@@ -156,7 +182,11 @@ def backward(
     rows = Fp8Tensor(row_codes.view(torch.float8_e4m3fn), row_scales.t(), mlp_quant.ROW)
     if pre is None:
         bias = _padded_bias(up_bias, up_padding)
-        pre = gemm.grouped_fp8_gemm_nt(rows, up.plain, groups, out_dtype=wide, bias=bias)
+        if _fuses(options, wide, True):
+            # The same kernel as in the forward pass: the same bits. Its activation is not needed.
+            _, pre = _first_gemm(rows, up.plain, groups, None, bias, options, wide, True)
+        else:
+            pre = gemm.grouped_fp8_gemm_nt(rows, up.plain, groups, out_dtype=wide, bias=bias)
 
     grad_out = grad_out.contiguous()
     grad = mlp_quant.cast(_pad_columns(grad_out, row_codes.shape[1]), need_down)
@@ -176,20 +206,21 @@ def backward(
             grad_weights = grad_weights + _dot_with_bias(grad_out, down_bias, layout)
         grad_weights = grad_weights.to(row_weights.dtype)
     if need_down:
-        padded = _weight_gradient(grad.columns, inner.act, layout, down_proj.dtype, scale)
-        grad_down = down_padding.unpad(padded, *down_proj.shape[1:])
+        sides = grad.columns, inner.act
+        grad_down = _parameter_gradient(*sides, layout, down_proj, down_padding, scale, down_total)
     if need_down_bias:
         weighted = grad_out.float() * weights.unsqueeze(1)
-        grad_down_bias = (reference.segment_sum(weighted, layout) * scale).to(down_bias.dtype)
+        sums = pool_gemm.segment_sum(weighted, layout)
+        grad_down_bias = finish(sums, scale, down_bias.dtype, down_bias_total)
     if need_rows:
         grad_rows = gemm.grouped_fp8_gemm_nt(inner.pre.rows, up.transposed, groups, out_dtype=wide)
         grad_rows = _cut_columns(grad_rows, hidden).to(grad_out.dtype)
     if need_up:
-        padded = _weight_gradient(inner.pre.columns, mlp_quant.columns_of_rows(rows), layout, up_proj.dtype, scale)
-        grad_up = up_padding.unpad(padded, *up_proj.shape[1:])
+        sides = inner.pre.columns, mlp_quant.columns_of_rows(rows)
+        grad_up = _parameter_gradient(*sides, layout, up_proj, up_padding, scale, up_total)
     if need_up_bias:
         exact = inner.exact.unflatten(1, (options.halves, -1))[:, :, : up_bias.shape[1] // options.halves].flatten(1)
-        grad_up_bias = (reference.segment_sum(exact, layout) * scale).to(up_bias.dtype)
+        grad_up_bias = finish(pool_gemm.segment_sum(exact, layout), scale, up_bias.dtype, up_bias_total)
     return [grad_rows, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias]
 
 
@@ -199,10 +230,38 @@ def _dot_with_bias(grad_out: torch.Tensor, down_bias: torch.Tensor, layout: Expe
     return (grad_out.float() * bias).sum(dim=1)
 
 
+def _parameter_gradient(
+    a: Fp8Tensor,
+    b: Fp8Tensor,
+    layout: ExpertLayout,
+    parameter: torch.Tensor,
+    padding: Padding,
+    scale: float,
+    total: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """``_weight_gradient`` without the padding, in the parameter's dtype or added to ``total``."""
+    if total is None:
+        padded = _weight_gradient(a, b, layout, parameter.dtype, scale)
+        return padding.unpad(padded, *parameter.shape[1:])
+    if padding.shape(parameter) == parameter.shape and can_be_written(total):
+        _weight_gradient(a, b, layout, torch.float32, scale, total)
+    else:
+        padded = _weight_gradient(a, b, layout, torch.float32, scale)
+        total.add_(padding.unpad(padded, *parameter.shape[1:]))
+    return None
+
+
 def _weight_gradient(
-    a: Fp8Tensor, b: Fp8Tensor, layout: ExpertLayout, dtype: torch.dtype, scale: float
+    a: Fp8Tensor,
+    b: Fp8Tensor,
+    layout: ExpertLayout,
+    dtype: torch.dtype,
+    scale: float,
+    total: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``[e, M, N]``: ``scale`` x the sums over each expert's rows, rounded once, to ``dtype``."""
+    """``[e, M, N]``: ``scale`` x the sums over each expert's rows, rounded once to ``dtype``, or added to ``total``."""
     if scale != 1:
         a = Fp8Tensor(a.codes, a.scales * scale, a.block)
-    return reference.grouped_gemm_k_fp8(a, b, layout).to(dtype)
+    rounded = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    rows = pool_gemm.row_ends(layout)
+    return gemm_k.k_grouped_fp8_gemm_tn(a, b, rows, out=total, out_dtype=rounded, c=total).to(dtype)

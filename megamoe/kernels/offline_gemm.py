@@ -70,6 +70,7 @@ class _Form:
     activation: str | None = None
     clamp: float | None = None
     weighted: bool = False
+    pre: bool = False
     transposed_b: bool = False
 
     def operands(self, rows: int) -> launch.Operands:
@@ -90,6 +91,7 @@ class _Form:
             bias=None if self.bias is None else _empty(EXPERTS, N, dtype=self.bias),
             row_weights=_empty(all_rows) if self.weighted else None,
             num_rows=rows,
+            pre=_empty(all_rows, N, dtype=BF16) if self.pre else None,
         )
 
     def tiles(self, rows: int) -> list[Tile]:
@@ -118,6 +120,7 @@ class _Form:
             self.activation,
             "clamp" if self.clamp is not None else None,
             "weighted" if self.weighted else None,
+            "with pre-activations" if self.pre else None,
             None if self.bias is None else f"bias {_short(self.bias)}",
             "+ C" if self.add else None,
             f"to {_short(self.out)}",
@@ -156,6 +159,10 @@ def _activated(dtype: torch.dtype) -> Iterator[_Form]:
                 yield _Form(clamp=clamp, out=FP8, bias=FP32, **common)
             if dtype == BF16 or clamp or activation == "geglu":
                 yield _Form(clamp=clamp, **common)
+    for activation in launch.ACTIVATIONS:
+        if activation is not None:
+            for bias, clamp in ((None, None), (None, 10.0), (FP32, 10.0)):
+                yield _Form(dtype, out=dtype, activation=activation, weighted=True, pre=True, bias=bias, clamp=clamp)
     common.update(activation="swiglu", out=dtype)
     yield from (_Form(bias=bias, clamp=10.0, **common) for bias in (BF16, FP32))
     yield _Form(kind="masked", **common)

@@ -1,10 +1,10 @@
-"""The kernels between the GEMMs of the FP8 expert MLP with every set of types, for ``offline``."""
+"""The kernels between the GEMMs of the expert MLP with every set of types, for ``offline``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megamoe.kernels import triton_mlp
+from megamoe.kernels import triton_mlp, triton_segments
 from megamoe.kernels.offline_quant import Variant
 
 
@@ -42,3 +42,20 @@ def variants() -> Iterator[Variant]:
                 triton_mlp.NUM_WARPS,
                 (*aligned, "grad_stride", "pre_stride"),
             )
+    for dtype, wide in (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")):
+        yield Variant(
+            f"segment sums, {dtype}",
+            triton_segments._segment_sums_kernel,
+            dict(
+                x=f"*{dtype}",
+                starts="*i64",
+                counts="*i64",
+                sums=f"*{wide}",
+                num_experts="i32",
+                num_cols="i32",
+                x_stride="i32",
+            ),
+            dict(SPLITS=triton_segments.SPLITS, ROWS=triton_segments.ROWS, BLOCK=triton_segments.BLOCK),
+            triton_segments.NUM_WARPS,
+            ("num_cols", "x_stride"),
+        )

@@ -1,14 +1,17 @@
-"""Grouped GEMMs of the expert-sorted pool, by device: Hopper's kernels, torch's grouped GEMM or the reference.
+"""Grouped GEMMs and sums of the expert-sorted pool, by device: Hopper's kernels, torch's grouped GEMM or the reference.
 
-Same signatures and results (up to the rounding of the output's dtype) as in ``megamoe.kernels.reference``.
+Same results (up to the rounding of the output's dtype) as in ``megamoe.kernels.reference``. Only the reference waits
+for the device.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
-from megamoe.kernels import gemm, gemm_ops, reference
+from megamoe.kernels import gemm, gemm_k, gemm_ops, gemm_swiglu, main_grad, reference
 from megamoe.kernels.layout import ALIGN
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.types import ExpertLayout
@@ -25,6 +28,17 @@ def _torch_has_it(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _kernels_have_it(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype == torch.bfloat16 and gemm_ops.runs_kernels(a) and _torch_has_it(a, b)
+
+
+def fuses_activation(rows: torch.Tensor, up_proj: torch.Tensor, activation: str) -> bool:
+    """Whether ``gemm_swiglu`` runs GEMM 1 of ``rows [P, H]`` and ``up_proj [e, 2 I, H]`` on the device."""
+    fits = activation in gemm_swiglu.ACTIVATIONS and rows.dtype == torch.bfloat16 and gemm_ops.runs_kernels(rows)
+    return fits and rows.shape[1] % 8 == 0 and up_proj.shape[1] % 16 == 0
+
+
+def _k_kernels_have_it(a: torch.Tensor, b: torch.Tensor) -> bool:
+    dtypes_fit = a.dtype == b.dtype == torch.bfloat16
+    return dtypes_fit and gemm_ops.runs_kernels(a) and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0
 
 
 def rounds_results(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -57,10 +71,48 @@ def grouped_gemm_nn(a: torch.Tensor, b: torch.Tensor, layout: ExpertLayout) -> t
     return reference.grouped_gemm_nn(a, b, layout)
 
 
-def grouped_gemm_k(a: torch.Tensor, b: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
-    """``[e, M, N]``: ``a[rows of j]^T @ b[rows of j]``; ``a [P, M]``, ``b [P, N]``. Zero where j has no rows."""
-    if _torch_has_it(a, b):
+def row_ends(layout: ExpertLayout) -> RowGroups:
+    """Each expert's rows without padding."""
+    return RowGroups.psum(layout.ends.to(torch.int32))
+
+
+def grouped_gemm_k(
+    a: torch.Tensor, b: torch.Tensor, layout: ExpertLayout, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """``[e, M, N]``: ``a[rows of j]^T @ b[rows of j]``; ``a [P, M]``, ``b [P, N]``. Zero where j has no rows.
+
+    ``out_dtype``: None for that of the sums, whichever it is.
+    """
+    if _k_kernels_have_it(a, b):
+        dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+        out = gemm_k.k_grouped_bf16_gemm_tn(a.contiguous(), b.contiguous(), row_ends(layout), out_dtype=dtype)
+    elif _torch_has_it(a, b):
         out = F.grouped_mm(a.t(), b, offs=_group_ends(layout))
         # Not every architecture writes the slab of an empty group.
-        return out.masked_fill_((layout.counts == 0).view(-1, 1, 1), 0)
-    return reference.grouped_gemm_k(a, b, layout)
+        out.masked_fill_((layout.counts == 0).view(-1, 1, 1), 0)
+    else:
+        out = reference.grouped_gemm_k(a, b, layout)
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+def add_grouped_gemm_k(
+    total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layout: ExpertLayout, scale: float
+) -> None:
+    """Adds ``scale`` x ``grouped_gemm_k`` to the fp32 ``total [e, M, N]``, without a temporary where a kernel can."""
+    # A power of two costs no bit of an operand.
+    scalable = math.frexp(scale)[0] == 0.5
+    if scalable and _k_kernels_have_it(a, b) and main_grad.can_be_written(total):
+        b = b.contiguous() if scale == 1 else (b * scale).contiguous()
+        gemm_k.k_grouped_bf16_gemm_tn(a.contiguous(), b, row_ends(layout), out=total, c=total)
+    else:
+        total.add_(grouped_gemm_k(a, b, layout), alpha=scale)
+
+
+def segment_sum(rows: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
+    """fp32 ``[e, N]``: the sum of each expert's rows of ``rows [P, N]``; rows of no expert may hold anything."""
+    if not rows.is_cuda:
+        return reference.segment_sum(rows, layout)
+    from megamoe.kernels import triton_segments
+
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    return triton_segments.segment_sums(rows, layout.starts, layout.counts, reference.accumulation_dtype(rows))

@@ -50,8 +50,9 @@ def gemm(
     transposed_b: bool,
     activation: str | None,
     clamp: float | None,
+    pre: torch.Tensor | None = None,
 ) -> None:
-    """Computes into ``out`` (and ``out_scales``); arguments as in ``gemm_ops.execute``."""
+    """Computes into ``out`` (and ``out_scales``, ``pre``); arguments as in ``gemm_ops.execute``."""
     flat_a, flat_out = a.flatten(0, -2), out.view(-1, out.shape[-1])
     flat_scales = None if a_scales is None else a_scales.flatten(0, -2)
     flat_c = None if c is None else c.view(-1, c.shape[-1])
@@ -66,6 +67,8 @@ def gemm(
             result += bias[expert].float()
         if flat_c is not None:
             result += flat_c[span].float()
+        if pre is not None:
+            pre[span] = result.to(pre.dtype)
         if activation is not None:
             result = reference.activate(result, activation, clamp)
         if row_weights is not None:

@@ -16,12 +16,42 @@ from megamoe.errors import FLOATING, check_tensor, fail_type, fail_value
 from megamoe.kernels import weight_cache
 from megamoe.kernels.mlp import grouped_mlp
 from megamoe.kernels.mlp_options import MlpOptions
+from megamoe.layers.fused import FusedExperts
 from megamoe.layers.parallel import check_same_on_all_ranks, local_tensor, resolve_group, shard_parameter
 from megamoe.layers.replicas import ExpertSlots
 from megamoe.layers.shared import compute_dtype
 from megamoe.layers.transport import Transport
 from megamoe.placement import ExpertPlacement
 from megamoe.types import Routing
+
+
+class _LocalPart(torch.autograd.Function):
+    """``DTensor.to_local``, but where no gradient comes none goes on, in any version of torch."""
+
+    @staticmethod
+    def forward(ctx, parameter):
+        ctx.set_materialize_grads(False)
+        ctx.where = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return None
+        mesh, placements, shape, stride = ctx.where
+        # Imported here: DTensor takes longer to import than the rest of megamoe.
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _local_part(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    if parameter is None:
+        return None
+    is_sharded = hasattr(parameter, "placements")
+    if is_sharded and getattr(parameter, "main_grad", None) is not None and not torch.compiler.is_compiling():
+        return _LocalPart.apply(parameter)
+    return local_tensor(parameter)
 
 
 class Experts(nn.Module):
@@ -36,6 +66,11 @@ class Experts(nn.Module):
     ``weight_cache.mark_changed``. The gradients of the parameters are the mean of the group's losses' gradients, as
     from DDP: multiply by R for their sum.
 
+    A parameter with an attribute ``main_grad``, a float32 tensor of its shape (or of this rank's part's), gets no
+    ``.grad``: ``backward`` adds the gradient, unrounded, to ``main_grad``, and sets the parameter's
+    ``grad_added_to_main_grad``, where there is one, to True. Frameworks such as Megatron keep gradients there over
+    micro-batches, and then reduce, clip and zero them: megamoe's own functions only see ``.grad``.
+
     Attributes:
         gate_up_proj: ``[E, 2I, H]``, gate rows, then up rows (``up_proj [E, I, H]`` for an activation without gate).
         down_proj: ``[E, H, I]``.
@@ -48,7 +83,10 @@ class Experts(nn.Module):
             Construction is a collective over it.
         device, dtype: of the parameters; default: torch's.
         path: how rows travel between ranks: ``collective``, by torch.distributed, or ``staged``, over NVLink, for GPUs
-            of one machine, 16-bit rows and a config with ``max_tokens_per_rank``. Give the memory back with ``close``.
+            of one machine, 16-bit rows and a config with ``max_tokens_per_rank``. ``fused``: where no gradients are
+            recorded and it can, the mega-kernel does all of a call, with the bits of ``staged``, else as ``staged``;
+            all ranks must record gradients, or none. ``auto``: the fastest of these that can serve; ``explain`` says
+            which. Give the memory back with ``close``.
 
     Raises:
         MegaMoEError: ``num_experts`` is not a multiple of R, or the ranks' configs differ.
@@ -72,10 +110,11 @@ class Experts(nn.Module):
         device = torch.device(device) if device is not None else torch.get_default_device()
         process_group, mesh = resolve_group(group, device.type)
         self.group = process_group
-        self._transport = Transport(config, process_group, path, device)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        self._transport = Transport(config, process_group, path, device, dtype)
         if process_group is not None:
-            dtype = torch.get_default_dtype() if dtype is None else dtype
-            check_same_on_all_ranks({**config.to_dict(), "dtype": str(dtype), "path": path}, process_group)
+            settings = {"dtype": str(dtype), "path": path, "mega-kernel": self._transport.obstacle}
+            check_same_on_all_ranks({**config.to_dict(), **settings}, process_group)
         self.exchange: Exchange = self._transport.make(config.num_experts)
         self.expert_parallel_size = config.num_experts // self.exchange.num_local_experts
         rank = 0 if process_group is None else dist.get_rank(process_group)
@@ -135,18 +174,24 @@ class Experts(nn.Module):
             ``[T, H]`` in the dtype of ``hidden_states``; a token without experts gets zeros.
 
         Raises:
-            MegaMoEError: wrong shape, dtype or device, T > ``max_tokens_per_rank``, or gradients of the parameters
-                wanted under a placement other than the default.
+            MegaMoEError: wrong shape, dtype or device, also of a ``main_grad``, T > ``max_tokens_per_rank``, or
+                gradients of the parameters wanted under a placement other than the default.
             ExchangeError: another rank did not take part.
         """
         self.check_tokens(hidden_states)
         self._check_routing(hidden_states, top_k_index, top_k_weights)
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters(recurse=False)):
+        trained = torch.is_grad_enabled() and any(x.requires_grad for x in self.parameters(recurse=False))
+        if trained:
             self._check_default_placement("forward with gradients")
-        up_proj = local_tensor(getattr(self, self._up_name))
-        up_bias, down_bias = getattr(self, f"{self._up_name}_bias"), self.down_proj_bias
+        names = (self._up_name, "down_proj", f"{self._up_name}_bias", "down_proj_bias")
+        owners = [getattr(self, name) for name in names]
+        up_proj, down_proj, up_bias, down_bias = (_local_part(parameter) for parameter in owners)
         dtype = compute_dtype(up_proj, hidden_states.device.type)
         routing = Routing(self.slots.translate(top_k_index.long()), top_k_weights)
+        asked = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
+        fused = self._transport.fused_for(hidden_states, dtype, trained or asked)
+        if fused is not None:
+            return self._run_fused(fused, hidden_states, routing, up_proj, down_proj)
         dispatched = self.exchange.dispatch(hidden_states, routing, dtype)
         if not self.training:
             self.slots.count_rows(dispatched.layout)
@@ -154,17 +199,44 @@ class Experts(nn.Module):
             dispatched.rows,
             dispatched.row_weights,
             up_proj,
-            local_tensor(self.down_proj),
+            down_proj,
             dispatched.layout,
             self.options,
-            None if up_bias is None else local_tensor(up_bias),
-            None if down_bias is None else local_tensor(down_bias),
+            up_bias,
+            down_bias,
+            owners,
         )
         return self.exchange.combine(rows, dispatched.handle, hidden_states.dtype)
 
+    def _run_fused(
+        self,
+        fused: FusedExperts,
+        hidden_states: torch.Tensor,
+        routing: Routing,
+        up_proj: torch.Tensor,
+        down_proj: torch.Tensor,
+    ) -> torch.Tensor:
+        fused.check_routing(routing, hidden_states.shape[0])
+        out, layout = fused(
+            hidden_states.to(torch.bfloat16),
+            routing,
+            up_proj,
+            down_proj,
+            activation=self.options.activation,
+            clamp=self.options.clamp,
+            out_dtype=hidden_states.dtype,
+        )
+        if not self.training:
+            self.slots.count_rows(layout)
+        return out
+
     def close(self) -> None:
-        """Gives back the memory that ranks share with ``path="staged"``, on all of them. The layer is then done."""
+        """Gives back the memory that ranks share over NVLink, on all of them. The layer is then done."""
         self._transport.close()
+
+    def explain(self) -> str:
+        """How calls without and with gradients go, and why: a line each."""
+        return self._transport.explain()
 
     @property
     def placement(self) -> ExpertPlacement:

@@ -341,6 +341,28 @@ def test_compiled_as_one_graph_equals_eager(name, backend):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("fp8", [True, False])
+def test_compiled_with_pre_activations(fp8, backend):
+    """The caller's tensor is written."""
+    instance = Instance(Case(COUNTS, 256, 128, fp8=fp8, activation="swiglu", pre=True), 6)
+    function = gemm_swiglu.grouped_fp8_gemm_swiglu_nt if fp8 else gemm_swiglu.grouped_bf16_gemm_swiglu_nt
+
+    def call(pre, *given):
+        a, b = given[:2]
+        if fp8:
+            a, b = Fp8Tensor(given[0], given[2], (1, 128)), Fp8Tensor(given[1], given[3], (128, 128))
+        result = function(a, b, RowGroups.psum(given[-1]), pre=pre)
+        return result.codes.float() if fp8 else result
+
+    a, b = instance.a, instance.b
+    tensors = (a.codes, b.codes, a.scales, b.scales) if fp8 else (a, b)
+    pre = instance.poisoned_pre()
+    torch._dynamo.reset()
+    torch.compile(call, fullgraph=True, backend=backend)(pre, *tensors, instance.rows.index)
+    instance.check_pre(pre)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("fp8", [True, False])
 def test_compiled_in_place(fp8, backend):
     """``out`` and ``c`` are one tensor, which the caller sees changed."""
     instance = Instance(Case(COUNTS, 64, 128, fp8=fp8, accumulate=True, out_dtype=F32), 6)
@@ -374,6 +396,6 @@ def test_operator_is_well_formed(fp8):
     tests = ("test_faketensor", "test_aot_dispatch_dynamic") + (() if fp8 else ("test_schema",))
     torch.library.opcheck(
         _operator,
-        (*operands, "psum", instance.rows.index, None, torch.zeros(256, 64), *(None,) * 4, tile, False, None, None),
+        (*operands, "psum", instance.rows.index, None, torch.zeros(256, 64), *(None,) * 4, tile, False, *(None,) * 3),
         test_utils=tests,
     )

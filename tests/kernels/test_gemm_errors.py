@@ -421,6 +421,28 @@ def test_options_of_the_activation(name):
     refused(name, weights(torch.zeros(2 * ROWS)[::2]), ValueError, "row_weights.stride()", (2,), "must be contiguous")
 
 
+@pytest.mark.parametrize("name", SWIGLU)
+def test_pre_activations(name):
+    good = torch.zeros(ROWS, N, dtype=BF16)
+
+    def pre(tensor, **rest):
+        return lambda g: {"pre": tensor, **rest}
+
+    refused(name, pre(good[:, : N // 2]), ValueError, "pre.shape", [ROWS, N // 2], f"must be [{ROWS}, {N}]")
+    refused(name, pre(good.float()), TypeError, "pre.dtype", F32, "torch.bfloat16")
+    refused(name, pre(good.to("meta")), ValueError, "pre.device", "meta", "must be cpu")
+    refused(name, pre(wider(good)), ValueError, "pre.stride()", (2 * N, 1), "must be contiguous")
+    refused(name, pre(shifted(good)), ValueError, "pre.data_ptr() % 16", 2, "must be 0")
+
+    def masked(g):
+        a = torch.zeros(EXPERTS, ROWS // EXPERTS, K)
+        a = quantize_rowwise(a) if "fp8" in name else a.bfloat16()
+        a = replace(a, scales=to_mn_major(a.scales)) if "fp8" in name else a
+        return {"a": a, "rows": RowGroups.masked(torch.ones(EXPERTS, dtype=torch.int32)), "pre": good}
+
+    refused(name, masked, ValueError, "rows.kind", "masked", "must not be 'masked' with pre")
+
+
 def test_results_of_the_activation():
     name, shape = "grouped_fp8_gemm_swiglu_nt", (ROWS, N // 2)
     codes = torch.zeros(shape).to(FP8_CODES)

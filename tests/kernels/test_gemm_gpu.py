@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megamoe.errors import MegaMoEError
-from megamoe.kernels import gemm, gemm_ops, tiles
+from megamoe.kernels import gemm, gemm_ops, gemm_swiglu, tiles
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.types import Fp8Tensor
 from tests.support.gemm_cases import Case, Instance, compute, standard_cases
@@ -240,6 +240,32 @@ def test_new_results_of_known_calls():
             if end > start:
                 expected = instance.expected[start:end]
                 assert (result[start:end].float() - expected).norm() / expected.norm() < 3e-3
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_pre_activations(bias, fp8):
+    """They change nothing in the result, have the bits of the plain GEMM, and go where each call says."""
+    case = Case(
+        (300, 0, 1000, 128), 1024, 768, fp8=fp8, activation="swiglu", weighted=True, bias=bias, fp8_out=fp8, pre=True
+    )
+    instance = Instance(case, 15, "cuda")
+    function = gemm_swiglu.grouped_fp8_gemm_swiglu_nt if fp8 else gemm_swiglu.grouped_bf16_gemm_swiglu_nt
+    plain = gemm.grouped_fp8_gemm_nt if fp8 else gemm.grouped_bf16_gemm_nt
+    operands = instance.a, instance.b, instance.rows
+    options = dict(row_weights=instance.row_weights, bias=instance.bias)
+    # The same kernel, not one for few rows, which adds the bias last.
+    wanted = plain(*operands, bias=instance.bias, tile=tiles.Tile(128, 256, 4))
+    without = function(*operands, **options)
+    for _ in range(3):
+        pre = instance.poisoned_pre()
+        result = function(*operands, pre=pre, **options)
+        instance.check_pre(pre)
+        for start, end in instance.written:
+            assert torch.equal(pre[start:end], wanted[start:end])
+            for field in ("codes", "scales") if fp8 else ("data",):
+                got, same = (getattr(x, field)[start:end] for x in (result, without))
+                assert torch.equal(got.float(), same.float())
 
 
 def test_kept_launches_hold_no_memory():

@@ -39,6 +39,7 @@ FP8_BIAS = Run(Case(RAGGED, 264, 256, bias=True), WIDE)
 SWIGLU_BIAS = Run(Case(RAGGED, 512, 256, activation="swiglu", bias=True), WIDE)
 SWIGLU_CLAMP = Run(Case((100,), 256, 128, activation="swiglu", clamp=0.5), WIDE)
 SWIGLU_FP8 = Run(Case((100, 0, 130), 512, 256, "masked", 140, activation="swiglu", fp8_out=True), WIDE, sms=1)
+SWIGLU_PRE = Run(Case(RAGGED, 512, 256, activation="swiglu", fp8_out=True, pre=True), WIDE)
 
 FEW = Run(Case((19, 0, 1), 264, 512, "masked", 21), Tile(16, 128, 3, 2, k_blocks=2, swap=True))
 FEW_PAIRS = Run(Case((19, 0, 16), 264, 384, "masked", 21), Tile(16, 64, 5, 2, together=2, swap=True), sms=1)
@@ -52,6 +53,7 @@ BF16_NN = Run(Case((100, 1, 130), 264, 208, fp8=False, nn=True), BF16)
 BF16_ADD = Run(Case((150,), 264, 192, "dense", fp8=False, accumulate=True, **FP32), BF16)
 BF16_BIAS = Run(Case(RAGGED, 264, 192, fp8=False, bias=True), BF16)
 BF16_SWIGLU = Run(Case(RAGGED, 512, 192, fp8=False, activation="swiglu", bias=True), BF16)
+BF16_PRE = Run(Case((100, 1, 129), 272, 192, fp8=False, activation="swiglu", pre=True), BF16)
 
 FULL = (128, 128, 128)
 WILD_IDS = Run(Case(FULL, 256, 128, "contiguous"), WIDE, index=(1, -7, 3))
@@ -83,6 +85,8 @@ FREE_BF16 = "mbarrier.arrive(empty.index(gl.maximum(it - 1, 0) % STAGES), count=
 PRODUCT_BF16 = "sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))"
 LEAD = "mbarrier.arrive(lead, count=1, pred=it == lead_step)"
 STORED_MASK = "mask = (offset < valid)[:, None] & (cols < n)[None, :]\n"
+STORED = "tma_store(d_desc, [row, col], d_buf)"
+BUFFERED = "d_buf.store(values)\n    if valid"
 LAST_GROUP = "gl.load(index + gl.minimum(group, num_groups - 1))"
 ADDED = "pieces.store_wide_rows(d_ptr, row, col, valid, n, sums"
 PRODUCTS_SKINNY = "warpgroup_mma_wait(0, deps=[q0, q1])"
@@ -165,6 +169,19 @@ FP8_BUGS = [
     Bug("consumer: stores with the first tile's expert", SWIGLU_FP8, "last_expert = expert", "pass"),
     Bug("activated: scales of the first expert if masked", SWIGLU_FP8, "block += expert * (n // 128)", "pass"),
     Bug("activated: scales of rows of no expert", SWIGLU_FP8, "inside = offset < valid", "inside = offset < 64"),
+    Bug("pre-activations: gate for up", SWIGLU_PRE, "f1.to(gl.bfloat16), 1)", "f0.to(gl.bfloat16), 1)"),
+    Bug(
+        "pre-activations: rows of consumer 0",
+        SWIGLU_PRE,
+        "d1_buf, row, col, valid, f0",
+        "d1_buf, row - C * 64, col, valid, f0",
+    ),
+    Bug(
+        "pre-activations: before the last product",
+        SWIGLU_PRE,
+        "valid, f1.to(gl.bfloat16), 1)",
+        "valid, (f1 - q * of_rows(scale1, L1)[:, None]).to(gl.bfloat16), 1)",
+    ),
     Bug("store: last store_wait removed", FP8_PSUM, "f1, OUT)\n    tma.store_wait(0)\n", "f1, OUT)\n"),
     Bug("store: C overwritten", FP8_ADD, f"{ADDED}, OUT == pieces.ADD_FP32)", f"{ADDED}, False)"),
     Bug(
@@ -211,6 +228,13 @@ BF16_BUGS = [
     Bug("consumer: C dropped", BF16_ADD, "use_acc=True", "use_acc=kb > 0"),
     Bug("consumer: C added twice", BF16_ADD, "valid, n, left, False)", "valid, n, left, True)"),
     Bug("consumer: bias of up's next columns", BF16_SWIGLU, "col + columns - 128", "col + columns"),
+    Bug("pre-activations: gate and up swapped", BF16_PRE, "up.to(gl.bfloat16), 1)", "up.to(gl.bfloat16), 0)"),
+    Bug(
+        "pre-activations: of the next tile",
+        BF16_PRE,
+        "d_buf, row, col, valid, gate",
+        "d_buf, row, col + 128, valid, gate",
+    ),
     Bug("consumer: gate and up swapped", BF16_SWIGLU, "gate, up = pieces.halves", "up, gate = pieces.halves"),
 ]
 
@@ -235,8 +259,17 @@ SCHEDULE_BUGS = [
 ]
 
 PIECES_BUGS = [
-    Bug("store: fence removed", FP8_PSUM, "fence_async_shared()", "pass"),
-    Bug("store: store_wait removed", FP8_PSUM, "tma.store_wait(0)\n    d_buf", "d_buf"),
+    Bug("store: fence removed", FP8_PSUM, f"fence_async_shared()\n        {STORED}", STORED),
+    Bug(
+        "half: fence removed",
+        SWIGLU_PRE,
+        "fence_async_shared()\n        tma_store(d_desc, [HALF",
+        "tma_store(d_desc, [HALF",
+    ),
+    Bug("half: store_wait removed", SWIGLU_PRE, f"tma.store_wait(0)\n    {BUFFERED} > 0", f"{BUFFERED} > 0"),
+    Bug("half: store_wait removed, bf16", BF16_PRE, f"tma.store_wait(0)\n    {BUFFERED} > 0", f"{BUFFERED} > 0"),
+    Bug("half: the other one", BF16_PRE, "[HALF, row, col]", "[1 - HALF, row, col]"),
+    Bug("store: store_wait removed", FP8_PSUM, f"tma.store_wait(0)\n    {BUFFERED} >=", f"{BUFFERED} >="),
     Bug("store: part of a tile by TMA", FP8_PSUM, "if valid >= ROWS:", "if valid > 0:"),
     Bug("store: column mask dropped", FP8_TAILS, STORED_MASK, "mask = (offset < valid)[:, None]\n"),
     Bug("store: row mask dropped", FP8_TAILS, STORED_MASK, "mask = (cols < n)[None, :]\n"),

@@ -46,14 +46,15 @@ class PlainFp8Expert:
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         self.x, self.weight = fake_quantize(x, ROW), weight.double().unsqueeze(1)
-        self.pre = self.x @ self.up_codes.t()
+        pre = self.x @ self.up_codes.t()
         if self.up_bias is not None:
-            self.pre = self.pre + self.up_bias.double()
-        self.pre = self.pre.to(self.dtype).double()
-        self.act = plain_activation(self.pre, self.options.activation, self.options.clamp)
+            pre = pre + self.up_bias.double()
+        # What lies in memory is for the backward pass.
+        self.pre = pre.to(self.dtype).double()
+        act, self.act = (plain_activation(x, self.options.activation, self.options.clamp) for x in (pre, self.pre))
         if self.down_bias is None:
-            return fake_quantize(self.act * self.weight, ROW) @ self.down_codes.t()
-        return (fake_quantize(self.act, ROW) @ self.down_codes.t() + self.down_bias.double()) * self.weight
+            return fake_quantize(act * self.weight, ROW) @ self.down_codes.t()
+        return (fake_quantize(act, ROW) @ self.down_codes.t() + self.down_bias.double()) * self.weight
 
     def backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the rows and of their routing weights; those of the parameters go to ``grads``."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megamoe import MoE, MoEConfig
-from megamoe.kernels import pool_gemm
+from megamoe.kernels import gemm_k, pool_gemm
 from megamoe.kernels.layout import ALIGN, layout_pairs
 from megamoe.types import ExpertLayout
 from tests.support.generators import ROUTING_KINDS, random_expert_weights, random_routing
@@ -131,6 +131,55 @@ def test_choice_of_torch_grouped_mm():
     assert not chosen((256, 64), (2, 92, 64))
 
 
+def test_choice_of_the_k_grouped_kernels(monkeypatch):
+    """On a Hopper GPU, BF16, columns of whole 16 bytes, whatever the number of rows."""
+    monkeypatch.setattr(pool_gemm.gemm_ops, "runs_kernels", lambda x: x.device.type == "cuda")
+
+    def chosen(m=64, n=96, rows=256, dtypes=(torch.bfloat16, torch.bfloat16), device="cuda"):
+        with FakeTensorMode():
+            return pool_gemm._k_kernels_have_it(
+                torch.empty(rows, m, dtype=dtypes[0], device=device),
+                torch.empty(rows, n, dtype=dtypes[1], device=device),
+            )
+
+    assert chosen() and chosen(rows=0) and chosen(8, 24)
+    assert not chosen(device="cpu")
+    assert not chosen(dtypes=(torch.float32, torch.float32))
+    assert not chosen(dtypes=(torch.bfloat16, torch.float32))
+    assert not chosen(m=60)
+    assert not chosen(n=92)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_k_grouped_kernels_branch_on_a_cpu(seed, counts, monkeypatch):
+    """Each expert's own rows and no padding, rounded once; the kernel's function runs the reference here."""
+    calls, real = [], gemm_k.k_grouped_bf16_gemm_tn
+    monkeypatch.setattr(gemm_k, "k_grouped_bf16_gemm_tn", lambda *a, **k: (calls.append(k), real(*a, **k))[1])
+    monkeypatch.setattr(pool_gemm, "_k_kernels_have_it", lambda a, b: True)
+    layout = layout_of(counts, spare=256)
+    a, b = torch.randn(layout.num_rows, 64), torch.randn(layout.num_rows, 96)
+    owned = torch.zeros(layout.num_rows, 1, dtype=torch.bool)
+    for start, end in layout.spans():
+        owned[start:end] = True
+    a = torch.where(owned, torch.randn(a.shape), float("nan")).bfloat16()
+    b = torch.where(owned, b, float("nan")).bfloat16()
+    wide = pool_gemm.grouped_gemm_k(a, b, layout)
+    assert wide.dtype == torch.float32
+    for expert, (start, end) in enumerate(layout.spans()):
+        expected = a[start:end].double().t() @ b[start:end].double()
+        assert torch.equal(wide[expert], torch.zeros(64, 96)) if start == end else True
+        assert_close(wide[expert] + 1, expected + 1, 1e-5, f"expert {expert}")
+    rounded = pool_gemm.grouped_gemm_k(a.t().contiguous().t(), b, layout, torch.bfloat16)
+    assert torch.equal(rounded, wide.bfloat16())
+    assert [options["out_dtype"] for options in calls] == [torch.float32, torch.bfloat16]
+    assert torch.equal(pool_gemm.grouped_gemm_k(a, b, layout, torch.float16), wide.half())
+
+    total = torch.ones_like(wide)
+    pool_gemm.add_grouped_gemm_k(total, a, b, layout, 0.5)
+    assert torch.equal(total, 1 + wide / 2)
+    assert calls[-1]["out"] is calls[-1]["c"] is total
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 def test_other_dtypes_on_a_cpu(seed, dtype):
     layout = layout_of([5, 0, 130])
@@ -159,9 +208,8 @@ def test_gpu_without_rows():
     )
     assert pool_gemm.grouped_gemm_nn(a, weight, empty).shape == (0, 96)
     assert pool_gemm.grouped_gemm_nt(a, weight.transpose(1, 2).contiguous(), empty).shape == (0, 96)
-    assert torch.equal(
-        pool_gemm.grouped_gemm_k(a, a, empty), torch.zeros(3, 64, 64, dtype=torch.bfloat16, device="cuda")
-    )
+    out = pool_gemm.grouped_gemm_k(a, a, empty)
+    assert out.shape == (3, 64, 64) and not out.any()
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ class Case:
         kind: "dense", "contiguous", "psum" or "masked". max_rows: M_max if masked.
         fp8: FP8 operands, else BF16. nn: weights are [e, K, N].
         accumulate: the result is added to C, which it overwrites. bias: float32 bias.
-        activation, clamp, weighted, fp8_out: of the fused kernels.
+        activation, clamp, weighted, fp8_out: of the fused kernels; pre: they store gate and up too.
     """
 
     counts: tuple[int, ...]
@@ -54,6 +54,7 @@ class Case:
     clamp: float | None = None
     weighted: bool = False
     fp8_out: bool = False
+    pre: bool = False
 
 
 class Instance:
@@ -133,8 +134,9 @@ class Instance:
         return Fp8Tensor(a.codes.view(experts, rows, -1), to_mn_major(a.scales.reshape(experts, rows, -1)), a.block)
 
     def _expected(self, b: torch.Tensor) -> torch.Tensor:
-        """fp32 result; NaN in rows that must be left alone."""
+        """fp32 result; NaN in rows that must be left alone. ``expected_pre``: the same before the activation."""
         case = self.case
+        self.expected_pre = torch.zeros(self.num_rows, case.n, device=self.device)
         result = torch.full((self.num_rows, self._columns), float("nan"), device=self.device)
         for expert, (start, end) in enumerate(self.written):
             rows = (self.a_values[start:end].double() @ b[expert].double().t()).float()
@@ -142,6 +144,7 @@ class Instance:
                 rows += self.bias[expert]
             if self.c is not None:
                 rows += self.c[start:end].float()
+            self.expected_pre[start:end] = rows
             if case.activation:
                 rows = reference.activate(rows, case.activation, case.clamp)
             if self.row_weights is not None:
@@ -161,6 +164,24 @@ class Instance:
         else:
             out = torch.full(shape, POISON, dtype=self.case.out_dtype, device=self.device)
         return self._by_expert(out) if self.case.kind == "masked" else out
+
+    def poisoned_pre(self) -> torch.Tensor | None:
+        """What gate and up are written into, or None."""
+        if not self.case.pre:
+            return None
+        return torch.full((self.num_rows, self.case.n), POISON, dtype=torch.bfloat16, device=self.device)
+
+    def check_pre(self, pre: torch.Tensor) -> None:
+        """Gate and up are right, rounded to bf16; blocks without rows are as they were."""
+        outside = torch.ones(self.num_rows, dtype=torch.bool, device=self.device)
+        for start, end in self.written:
+            outside[start : align_up(end)] = False
+            wanted, got = self.expected_pre[start:end], pre[start:end].float()
+            if end > start:
+                assert relative_error(got, wanted) < BF16_ERROR
+                # Every element is its own.
+                assert ((got - wanted).abs() <= 2**-7 * wanted.abs() + 0.02).all()
+        assert (pre[outside].float() == POISON).all(), "pre-activations of no expert were written"
 
     def check(self, out: Any) -> None:
         """``out`` is right where it must be written and as it was elsewhere."""
@@ -236,6 +257,17 @@ def standard_cases() -> dict[str, Case]:
             cases[f"bf16, {name}"] = replace(case, fp8=False)
     for name in ("contiguous", "psum", "psum, tails of N and K", "masked", "dense", "bias"):
         cases[f"bf16 nn, {name}"] = replace(cases[name], fp8=False, nn=True)
+    for name, case in {
+        "swiglu to fp8": replace(cases["swiglu to fp8"], k=384),
+        "swiglu": Case((63, 0, 200, 1), 768, 256, "contiguous", activation="swiglu", weighted=True),
+        "geglu to fp8, bias, clamp": Case(ragged, 256, 256, activation="geglu", clamp=0.7, bias=True, fp8_out=True),
+    }.items():
+        cases[f"{name}, pre-activations"] = replace(case, pre=True)
+    for name, case in {
+        "swiglu": Case((100, 1, 129), 272, 192, activation="swiglu", weighted=True),
+        "swiglu_oai, bias": Case(ragged, 560, 128, "contiguous", activation="swiglu_oai", clamp=1.0, bias=True),
+    }.items():
+        cases[f"bf16, {name}, pre-activations"] = replace(case, fp8=False, pre=True)
     cases["bf16, C in bf16"] = Case(ragged, 264, 336, fp8=False, accumulate=True)
     cases["bf16 nn, C in bf16, dense"] = Case((150,), 264, 336, "dense", fp8=False, nn=True, accumulate=True)
     return cases
@@ -247,20 +279,24 @@ def compute(instance: Instance, out: Any, rows: RowGroups | None, tile: Any = No
 
     case = instance.case
     if case.activation:
+        pre = instance.poisoned_pre()
         options = dict(
             row_weights=instance.row_weights,
             activation=case.activation,
             clamp=case.clamp,
             bias=instance.bias,
+            out=out,
+            pre=pre,
             tile=tile,
         )
+        operands = instance.a, instance.b, rows or _one_group(instance)
         if case.fp8:
-            return gemm_swiglu.grouped_fp8_gemm_swiglu_nt(
-                instance.a, instance.b, rows or _one_group(instance), out=out, quantize=case.fp8_out, **options
-            )
-        return gemm_swiglu.grouped_bf16_gemm_swiglu_nt(
-            instance.a, instance.b, rows or _one_group(instance), out=out, **options
-        )
+            result = gemm_swiglu.grouped_fp8_gemm_swiglu_nt(*operands, quantize=case.fp8_out, **options)
+        else:
+            result = gemm_swiglu.grouped_bf16_gemm_swiglu_nt(*operands, **options)
+        if pre is not None:
+            instance.check_pre(pre)
+        return result
     options = dict(out=out, c=out if case.accumulate else None, bias=instance.bias, tile=tile)
     if rows is None:
         b = instance.b

@@ -95,6 +95,7 @@ def load_tiles(
 @gluon.jit
 def consume_tiles(
     d_desc,
+    pre_desc,
     d_ptr,
     start_ptr,
     weights_ptr,
@@ -110,6 +111,7 @@ def consume_tiles(
     ACTIVATION: gl.constexpr,
     CLAMP: gl.constexpr,
     WEIGHTED: gl.constexpr,
+    PRE: gl.constexpr,
     START: gl.constexpr,
     OUT: gl.constexpr,
     TRANSPOSED_B: gl.constexpr,
@@ -169,6 +171,9 @@ def consume_tiles(
         mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
         if BOTH:
             gate, up = pieces.halves(total)
+            if PRE:
+                pieces.store_half(pre_desc, d_buf, row, col, valid, gate.to(gl.bfloat16), 0)
+                pieces.store_half(pre_desc, d_buf, row, col, valid, up.to(gl.bfloat16), 1)
             gate = pieces.activate_gate(gate, clamp, ACTIVATION, CLAMP)
             act = pieces.multiply_up(gate, up, clamp, ACTIVATION, CLAMP)
             if WEIGHTED:
@@ -201,6 +206,7 @@ def bf16_gemm_kernel(
     a_desc,
     b_desc,
     d_desc,
+    pre_desc,
     d_ptr,
     start_ptr,
     weights_ptr,
@@ -219,6 +225,7 @@ def bf16_gemm_kernel(
     ACTIVATION: gl.constexpr,
     CLAMP: gl.constexpr,
     WEIGHTED: gl.constexpr,
+    PRE: gl.constexpr,
     START: gl.constexpr,
     OUT: gl.constexpr,
     TRANSPOSED_B: gl.constexpr,
@@ -229,6 +236,7 @@ def bf16_gemm_kernel(
     Args:
         a_desc: A, boxes [128, 64]. b_desc: B as [experts * N, K], boxes [256, 64] (with an activation [128, 64]), or as
             [experts, K, N], boxes [1, 64, 256] (TRANSPOSED_B). d_desc: D, boxes [64, 256] (WIDE) or [64, 128].
+        pre_desc: with PRE the sums before the activation, bf16 [2, rows, N / 2], boxes [1, 64, 128].
         start_ptr: the bias [experts, N], or C like D (START; D may be C).
         weights_ptr: fp32 [rows], routing weights. index: see ``schedule``. n8: N / 8.
     """
@@ -260,6 +268,7 @@ def bf16_gemm_kernel(
                 consume_tiles,
                 (
                     d_desc,
+                    pre_desc,
                     d_ptr,
                     start_ptr,
                     weights_ptr,
@@ -275,6 +284,7 @@ def bf16_gemm_kernel(
                     ACTIVATION,
                     CLAMP,
                     WEIGHTED,
+                    PRE,
                     START,
                     OUT,
                     TRANSPOSED_B,
@@ -285,6 +295,7 @@ def bf16_gemm_kernel(
                 consume_tiles,
                 (
                     d_desc,
+                    pre_desc,
                     d_ptr,
                     start_ptr,
                     weights_ptr,
@@ -300,6 +311,7 @@ def bf16_gemm_kernel(
                     ACTIVATION,
                     CLAMP,
                     WEIGHTED,
+                    PRE,
                     START,
                     OUT,
                     TRANSPOSED_B,

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from megamoe.kernels.gluon import pieces, schedule
-from megamoe.kernels.gluon.spelling import tma_load
+from megamoe.kernels.gluon.spelling import reinterpret, tma_load
 
 
 @gluon.jit
@@ -200,6 +200,7 @@ def consume_tiles(
     ACTIVATION: gl.constexpr,
     CLAMP: gl.constexpr,
     WEIGHTED: gl.constexpr,
+    PRE: gl.constexpr,
     BIAS: gl.constexpr,
     OUT: gl.constexpr,
     C: gl.constexpr,
@@ -218,6 +219,10 @@ def consume_tiles(
         d_desc, d1_desc = d_descs
     d_buf = d_bufs[LATE].index(C)
     d1_buf = d_bufs[1 - LATE].index(C)
+    if PRE and OUT == pieces.FP8:
+        # Both results take turns in the larger one's memory.
+        CODES: gl.constexpr = d_desc.layout
+        d_buf = reinterpret(d1_buf, gl.float8e4nv, [2, 64, 128], CODES).index(0)
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W0, 32])
     L1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W1, 32])
     LR: gl.constexpr = gl.SliceLayout(1, L)
@@ -333,6 +338,9 @@ def consume_tiles(
             p = q
         mbarrier.arrive(empty.index(it % STAGES), count=1)
         f1 += q * of_rows(scale1, L1)[:, None]
+        if PRE:
+            pieces.store_half(d1_desc, d1_buf, row, col, valid, f0.to(gl.bfloat16), 0)
+            pieces.store_half(d1_desc, d1_buf, row, col, valid, f1.to(gl.bfloat16), 1)
         it += 1
         s = it % STAGES
         mbarrier.wait(full.index(s), (it // STAGES) & 1)
@@ -396,6 +404,7 @@ def fp8_gemm_kernel(
     ACTIVATION: gl.constexpr,
     CLAMP: gl.constexpr,
     WEIGHTED: gl.constexpr,
+    PRE: gl.constexpr,
     BIAS: gl.constexpr,
     OUT: gl.constexpr,
     num_warps: gl.constexpr,
@@ -425,7 +434,11 @@ def fp8_gemm_kernel(
     d_bufs = notes
     d1_bufs = notes
     if OUT == pieces.BF16 or OUT == pieces.FP8:
-        d_bufs = gl.allocate_shared_memory(d_desc.dtype, [2, 64, 128], d_desc.layout)
+        if PRE:
+            WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+            d_bufs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], WIDE)
+        else:
+            d_bufs = gl.allocate_shared_memory(d_desc.dtype, [2, 64, 128], d_desc.layout)
         d1_bufs = d_bufs
         if WIDTH < 128:
             d1_bufs = gl.allocate_shared_memory(d1_desc.dtype, [2, 64, WIDTH], d1_desc.layout)
@@ -465,6 +478,7 @@ def fp8_gemm_kernel(
                     ACTIVATION,
                     CLAMP,
                     WEIGHTED,
+                    PRE,
                     BIAS,
                     OUT,
                     0,
@@ -492,6 +506,7 @@ def fp8_gemm_kernel(
                     ACTIVATION,
                     CLAMP,
                     WEIGHTED,
+                    PRE,
                     BIAS,
                     OUT,
                     1,

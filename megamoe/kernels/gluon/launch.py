@@ -42,6 +42,7 @@ class Operands:
         out: ``[rows, columns]``. out_scales: ``[columns / 128, rows]`` for FP8 results.
         index: int32, or any tensor if the layout needs none.
         num_rows: rows of the matrix; of one expert if masked.
+        pre: bf16 ``[rows, N]``, the sums before an activation, or None.
     """
 
     a: torch.Tensor
@@ -55,6 +56,7 @@ class Operands:
     bias: torch.Tensor | None
     row_weights: torch.Tensor | None
     num_rows: int
+    pre: torch.Tensor | None = None
 
 
 def _gluon_dtype(dtype: torch.dtype) -> Any:
@@ -210,7 +212,7 @@ def _wide_arguments(kind: str, x: Operands, tile: Tile, activation: str | None, 
         b1_desc=descriptor(b, (second, 128)),
         sfa_desc=descriptor(x.a_scales, (1, 128), SCALES_LAYOUT),
         d_desc=descriptor(out, (64, 128)),
-        d1_desc=descriptor(out, (64, second)),
+        d1_desc=descriptor(out, (64, second)) if x.pre is None else _halves(x.pre),
         sfb_ptr=x.b_scales,
         d_ptr=x.out,
         bias_ptr=x.b_scales if x.bias is None else x.bias,
@@ -231,9 +233,18 @@ def _wide_arguments(kind: str, x: Operands, tile: Tile, activation: str | None, 
         ACTIVATION=ACTIVATIONS[activation],
         CLAMP=clamp is not None,
         WEIGHTED=x.row_weights is not None,
+        PRE=x.pre is not None,
         BIAS=x.bias is not None,
         OUT=_stored(x),
     )
+
+
+def _halves(pre: torch.Tensor) -> TensorDescriptor:
+    """Map of ``pre [rows, 2 I]`` as ``[2, rows, I]``."""
+    rows, columns = pre.shape
+    box = (1, 64, 128)
+    strides = [columns // 2, columns, 1]
+    return TensorDescriptor(pre, [2, rows, columns // 2], strides, list(box), box_layout(box, pre.dtype))
 
 
 def _skinny_arguments(kind: str, x: Operands, tile: Tile) -> dict[str, Any]:
@@ -281,10 +292,12 @@ def _bf16_arguments(
         start, start_ptr = pieces.FROM_C, x.c
     elif x.bias is not None:
         start, start_ptr = pieces.FROM_BIAS, x.bias
+    d_desc = descriptor(x.out if x.out.dtype == torch.bfloat16 else x.a, (64, 256 if wide else 128))
     return dict(
         a_desc=descriptor(x.a, (128, 64)),
         b_desc=b_desc,
-        d_desc=descriptor(x.out if x.out.dtype == torch.bfloat16 else x.a, (64, 256 if wide else 128)),
+        d_desc=d_desc,
+        pre_desc=d_desc if x.pre is None else _halves(x.pre),
         d_ptr=x.out,
         start_ptr=start_ptr,
         weights_ptr=x.index if x.row_weights is None else x.row_weights,
@@ -303,6 +316,7 @@ def _bf16_arguments(
         ACTIVATION=ACTIVATIONS[activation],
         CLAMP=clamp is not None,
         WEIGHTED=x.row_weights is not None,
+        PRE=x.pre is not None,
         START=start,
         OUT=pieces.FP32 if x.out.dtype == torch.float32 else pieces.BF16,
         TRANSPOSED_B=transposed_b,

@@ -172,6 +172,19 @@ def store_tile(d_desc, d_ptr, d_buf, row, col, valid, n, values):
 
 
 @gluon.jit
+def store_half(d_desc, d_buf, row, col, valid, values, HALF: gl.constexpr):
+    """Registers -> shared -> global memory by TMA, into one half of the columns of a matrix.
+
+    All rows of the tile are written if any is valid. ``d_desc`` has the halves as its first dimension, and so bounds.
+    """
+    tma.store_wait(0)
+    d_buf.store(values)
+    if valid > 0:
+        fence_async_shared()
+        tma_store(d_desc, [HALF, row, col], d_buf.reshape([1, values.shape[0], values.shape[1]]))
+
+
+@gluon.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2 by the hardware's tanh, to 2.5e-4: a tenth of bfloat16's rounding.
 
