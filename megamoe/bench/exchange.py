@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import csv
 import os
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megamoe.bench.timing import check_gpu, interleaved
+from megamoe.bench.timing import check_gpu, eager_microseconds, interleaved
 from megamoe.comm.collective import CollectiveExchange
 from megamoe.comm.peer import PeerExchange
 from megamoe.comm.symm import SymmetricBuffer
@@ -71,7 +69,7 @@ class _Problem:
         self.collective = CollectiveExchange(case.experts, group)
         self.payload = payload_rows(self.routing.topk_index, case.experts, self.rank, self.ranks)
 
-    def peer(self, num_sms: int) -> PeerExchange:
+    def peer(self, num_sms: int | None) -> PeerExchange:
         return PeerExchange(self.case.experts, self.buffer, num_sms=num_sms)
 
     def check(self, peer: PeerExchange) -> None:
@@ -93,20 +91,6 @@ class _Problem:
             peer.buffer.check()
             if not torch.equal(combined, self.collective.return_rows(out, theirs, BF16)):
                 raise RuntimeError(f"{self.case.label}: the sums differ")
-
-
-def _eager_us(call: Callable[[], object], rounds: int) -> float:
-    """Median microseconds of calls that no graph can hold, the slowest rank's."""
-    samples = []
-    for _ in range(rounds + 2):
-        dist.barrier()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1000)
-    return statistics.median(samples[2:])
 
 
 def _slowest(times: dict[str, float]) -> dict[str, float]:
@@ -138,8 +122,11 @@ def measure_rates(
     times = interleaved(candidates, rounds, REPEATS)
     theirs = problem.collective.plan(problem.routing)
     pool = problem.collective.send_rows(problem.x, theirs)
-    times["dispatch bf16, NCCL"] = _eager_us(lambda: problem.collective.send_rows(problem.x, theirs), rounds)
-    times["combine bf16, NCCL"] = _eager_us(lambda: problem.collective.return_rows(pool, theirs, BF16), rounds)
+    times["dispatch bf16, NCCL"] = eager_microseconds(lambda: problem.collective.send_rows(problem.x, theirs), rounds)
+    # As many bytes as codes have.
+    codes = problem.x[:, : case.hidden // 2].contiguous()
+    times["dispatch fp8, NCCL"] = eager_microseconds(lambda: problem.collective.send_rows(codes, theirs), rounds)
+    times["combine bf16, NCCL"] = eager_microseconds(lambda: problem.collective.return_rows(pool, theirs, BF16), rounds)
     times = _slowest(times)
     problem.buffer.check()
     problem.buffer.close()
@@ -149,26 +136,24 @@ def measure_rates(
         rates[name] = nbytes / microseconds / 1e3
     out = []
     for name, microseconds in times.items():
-        direction = name.split()[0]
+        movement = name.split(",")[0]
         out.append(
             {
                 "case": case.label,
                 "what": name,
                 "us": round(microseconds, 1),
                 "payload_gb_per_s": round(rates[name], 1),
-                "x_nccl": round(rates[name] / rates[f"{direction} bf16, NCCL"], 2),
+                "x_nccl": round(rates[name] / rates[f"{movement}, NCCL"], 2),
             }
         )
     return out
 
 
 @torch.no_grad()
-def measure_latencies(
-    case: ExchangeCase, group: dist.ProcessGroup, num_sms: int, allocator: str, rounds: int
-) -> list[dict]:
+def measure_latencies(case: ExchangeCase, group: dist.ProcessGroup, allocator: str, rounds: int) -> list[dict]:
     """Dispatch and combine together, and a barrier alone."""
     problem = _Problem(case, group, allocator)
-    peer = problem.peer(num_sms)
+    peer = problem.peer(None)
     problem.check(peer)
     combined = torch.empty(peer.capacity, case.hidden, dtype=BF16, device="cuda").normal_()
 
@@ -206,7 +191,7 @@ def run(folder: Path, rounds: int, allocator: str, sms: list[int]) -> None:
         for case in LARGE:
             rows += measure_rates(case, group, sms, allocator, rounds)
         for case in SMALL:
-            rows += measure_latencies(case, group, sms[0], allocator, rounds)
+            rows += measure_latencies(case, group, allocator, rounds)
         if dist.get_rank() == 0:
             for row in rows:
                 print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)

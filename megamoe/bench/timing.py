@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from megamoe.errors import fail_value
 
@@ -21,6 +22,20 @@ def check_gpu() -> None:
     """There is a GPU to measure."""
     if not torch.cuda.is_available():
         fail_value("torch.cuda.is_available()", False, "must be True", "Run this on a machine with an NVIDIA GPU.")
+
+
+def eager_microseconds(call: Callable[[], object], rounds: int) -> float:
+    """Median microseconds on this rank of calls that no graph can hold; all ranks make them together."""
+    samples = []
+    for _ in range(rounds + 2):
+        dist.barrier()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) * 1000)
+    return statistics.median(samples[2:])
 
 
 class Timed:

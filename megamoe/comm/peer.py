@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 ROW_DTYPES = (torch.bfloat16, torch.float16)
 
-DEFAULT_SMS = 32
-"""SMs that movements use while they wait and move: these fill the links of an H200."""
-
 
 @dataclass(frozen=True)
 class PeerHandle(DispatchHandle):
@@ -64,7 +61,8 @@ class PeerExchange(Exchange):
         buffer: of the group; other layers may use it between calls.
         plan: of this layer; the buffer must cover it. Default: the buffer's own.
         capacity: rows of the pool, a multiple of 128; None: the most that any routing needs.
-        num_sms: SMs that movements use while they wait and move.
+        num_sms: SMs that movements use while they wait and move. None: 32; for few tokens, which is a matter of
+            microseconds, up to three quarters of the device's.
 
     Attributes:
         exact: whether ``plan`` reads the sizes back. None: where gradients are recorded and no graph is captured.
@@ -82,7 +80,7 @@ class PeerExchange(Exchange):
         plan: MemoryPlan | None = None,
         *,
         capacity: int | None = None,
-        num_sms: int = DEFAULT_SMS,
+        num_sms: int | None = None,
     ):
         self.buffer, self.memory_plan = buffer, buffer.plan if plan is None else plan
         ranks = self.memory_plan.ep_size
@@ -101,10 +99,11 @@ class PeerExchange(Exchange):
                 fail_value("capacity", capacity, f"must be a multiple of {ALIGN}", f"Pass {align_up(capacity)}.")
         self.capacity = most if capacity is None else min(capacity, most)
         self.exact: bool | None = None
-        check_int("num_sms", num_sms, 1)
+        if num_sms is not None:
+            check_int("num_sms", num_sms, 1)
         properties = torch.cuda.get_device_properties(buffer.device) if buffer.device.type == "cuda" else None
-        self._all_sms = properties.multi_processor_count if properties else num_sms
-        if num_sms > self._all_sms:
+        self._all_sms = properties.multi_processor_count if properties else num_sms or 1
+        if num_sms is not None and num_sms > self._all_sms:
             fail_value("num_sms", num_sms, f"must not exceed the device's {self._all_sms}", "Lower it.")
         self.num_sms = num_sms
         self._memory = buffer.lend(self.memory_plan)

@@ -53,6 +53,7 @@ class SymmetricBuffer:
     Attributes:
         plan, group, rank, timeout: as given.
         nbytes: bytes allocated: the plan's total.
+        attached: what calls on this buffer keep from one to the next, by name; forgotten when it closes.
 
     Raises:
         MegaMoEError: on all ranks: settings differ, a rank cannot reach another or lacks the allocator, or the group
@@ -99,6 +100,7 @@ class SymmetricBuffer:
         base = self._allocation.addresses[self.rank]
         deltas = [(address - base) // 16 for address in self._allocation.addresses]
         self._deltas = torch.tensor(deltas, dtype=torch.int64, device=self.device)
+        self.attached: dict[str, Any] = {}
         self._stream: torch.cuda.Stream | None = None
         self._runs = 0
         self._error_copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
@@ -227,6 +229,7 @@ class SymmetricBuffer:
         if allocation is not None:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            self.attached.clear()
             allocation.release()
 
     def __enter__(self) -> SymmetricBuffer:

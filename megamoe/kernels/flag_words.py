@@ -7,7 +7,7 @@ MAX_RANKS = 32
 # Kinds of flags: each has a line of 128 bytes for every rank, so that no two writers share one.
 READY = 0  # inputs of a dispatch are in place
 PULLED = 1  # the writer of the flag has read the inputs of that dispatch
-SCATTERED = 2  # results have been written to their tokens' rank
+SCATTERED = 2  # results have been written to their tokens' rank; counts SCATTERED_STEPS for each combine
 REDUCED = 3  # the writer of the flag has summed those of that combine
 BARRIER = 4
 COUNT = 5  # no flag but tokens of the rank, written before READY
@@ -15,15 +15,23 @@ LINE_WORDS = 16
 KIND_WORDS = MAX_RANKS * LINE_WORDS
 FLAG_WORDS = 6 * KIND_WORDS
 
+SCATTERED_STEPS = 16
+"""Steps in which a combine's results may be announced."""
+
 # A rank's own state: launches of each kind that have ended, EPOCH_UNIT for each, and tickets of the programs that write
-# before a flag is raised.
+# before a flag is raised. Then how many dispatches and combines all ranks are known to have ended: those before a flag
+# that all have raised since.
 DISPATCHES = 0
 COMBINES = 1
 BARRIERS = 2
 EPOCH_BITS = 20
 STAGED_TICKET = 4
-SCATTERED_TICKET = 5
-STATE_WORDS = 16
+SUMMED_TICKET = 5
+DISPATCHES_SEEN = 6
+COMBINES_SEEN = 7
+NEXT_TOKENS = 8  # the next tokens whose sum no program has begun
+SCATTERED_TICKETS = 16  # one for each step
+STATE_WORDS = 32
 
 # The error words: a phase, 0 = none, and three numbers. A wait's phase is its kind of flag + 1, with (rank that is
 # missing, epoch that was waited for, epoch that was seen).
@@ -37,3 +45,7 @@ WORD_BYTES = 8
 
 # Where a row of the pool comes from, in one int32: rank << TOKEN_BITS | token; -1 = a padding row.
 TOKEN_BITS = 26
+
+# Entries of a table of pairs that are no rows here.
+ELSEWHERE = -1  # another rank's expert
+NOWHERE = -2  # no expert, or no room

@@ -15,8 +15,14 @@ from megamoe.plan import plan_memory
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 RANKS, SMS = 8, 132
-SHAPES = {"decode": (64, 8, 7168, 256), "prefill": (8192, 8, 7168, 256), "odd": (2048, 6, 2880, 24)}
-"""Tokens, slots, columns and experts: few and many tokens, and sizes that are no powers of two."""
+SHAPES = {
+    **{f"{tokens} tokens": (tokens, 8, 7168, 256) for tokens in (16, 32, 128, 512)},
+    "decode": (64, 8, 7168, 256),
+    "prefill": (8192, 8, 7168, 256),
+    "odd": (2048, 6, 2880, 24),
+}
+"""Tokens, slots, columns and experts: few tokens, of which a dispatch moves 1, 2, 4 and 8 at a time, more and many, and
+sizes that are no powers of two."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ def movements() -> list[Movement]:
     # Parts of several movements are the same kernel.
     found: dict[tuple, Movement] = {}
     for movement in _all_movements():
-        found.setdefault((movement.kernel.fn.__name__, *map(str, movement.constants.items())), movement)
+        form = (movement.kernel.fn.__name__, movement.launch.num_warps, *map(str, movement.constants.items()))
+        found.setdefault(form, movement)
     return list(found.values())
 
 
@@ -63,7 +70,7 @@ def _all_movements() -> Iterator[Movement]:
         x, bf16_rows = empty(tokens, hidden, dtype=BF16), empty(rows, hidden, dtype=BF16)
         fp8_rows, scales = empty(rows, hidden, dtype=FP8), empty(-(-hidden // 128), rows).t()
         index, weights = empty(tokens, top_k, dtype=torch.int64), empty(tokens, top_k)
-        common = dict(num_experts=experts, num_sms=32, all_sms=SMS)
+        common = dict(num_experts=experts, num_sms=None, all_sms=SMS)
         for name, arguments in {
             "dispatch fp8": (x, (index, weights), table, fp8_rows, scales, False),
             "dispatch bf16": (x, (index, weights), table, bf16_rows, None, True),

@@ -19,11 +19,23 @@ from megamoe.plan import MemoryPlan
 FUSED_ENTRIES = 16384
 """(token, slot) pairs of all ranks up to which one launch does a whole dispatch: every program counts all of them."""
 
-FUSED_BYTES = 1 << 25
-"""Bytes of slots up to which one launch does a whole combine; more are summed faster by all SMs."""
+FEW_BYTES = 1 << 24
+"""Bytes of slots up to which a combine writes all, then sums all; more are summed while others are written."""
 
-WARPS = 16
+SOME = 4
+"""So many times as much is still a matter of latency rather than of the links' rate."""
+
+STEPS, FEWER_STEPS = 8, 4
+"""Steps in which the results of many tokens are announced, and of some."""
+
+DEFAULT_SMS = 32
+"""SMs for many tokens: enough for the links' full rate, and most are left to others."""
+
+WARPS, FEW_WARPS = 16, 8
+"""Of a program that has an SM to itself, and where few tokens are shared out among as many programs as there can be."""
+
 _TILE_ROWS, _TILE_WORDS = 8, 1024
+_PUSHED_WORDS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,8 @@ class RowTable:
     Attributes:
         counts, starts: int64 ``[e]``, as in ``ExpertLayout``.
         sizes: int32 ``[1 + R]``: rows of the pool that are in use (with padding), then the tokens of each rank.
-        pair_to_row: int32 ``[R, T, K]``, -1 = another rank's expert, or none. Undefined beyond a rank's tokens.
+        pair_to_row: int32 ``[R, T, K]``; ``flag_words.ELSEWHERE``: another rank's expert, ``NOWHERE``: none. Undefined
+            beyond a rank's tokens.
         row_weights: float32 ``[rows]``, the routing weights.
     """
 
@@ -126,8 +139,9 @@ class Launch:
 
     @property
     def options(self) -> dict[str, int]:
-        # All registers of 16 warps: left to itself the assembler spills, to fit programs that are not there.
-        return dict(num_warps=self.num_warps, maxnreg=128)
+        # All registers of 16 warps: left to itself the assembler spills, to fit programs that are not there. Kernels of
+        # the exchange wait for the launch before themselves, and may be made ready while it ends.
+        return dict(num_warps=self.num_warps, maxnreg=128, launch_pdl=True)
 
 
 def empty_table(memory: PeerMemory, num_local_experts: int, num_rows: int, device: torch.device) -> RowTable:
@@ -159,8 +173,17 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32)
 
 
-def _columns(words: int) -> int:
-    return min(_TILE_WORDS, triton.next_power_of_2(words))
+def _programs(units: int, limit: int) -> int:
+    """As few programs as end together with ``limit`` ones; each does a unit of the work at a time."""
+    turns = triton.cdiv(max(units, 1), limit)
+    return triton.cdiv(max(units, 1), turns)
+
+
+def _limit(num_sms: int | None, all_sms: int, few: bool) -> int:
+    """Programs that run at once. Few tokens are a matter of latency: more programs have less to wait for each."""
+    if num_sms is None:
+        num_sms = max(1, all_sms * 3 // 4) if few else min(DEFAULT_SMS, all_sms)
+    return num_sms * (WARPS // FEW_WARPS) if few else num_sms
 
 
 def barrier(memory: PeerMemory) -> list[Launch]:
@@ -179,7 +202,7 @@ def dispatch(
     num_experts: int,
     num_tokens: int,
     zero_padding: bool,
-    num_sms: int,
+    num_sms: int | None,
     all_sms: int,
 ) -> list[Launch]:
     """Makes the table of rows, reads the rows, or both.
@@ -193,7 +216,8 @@ def dispatch(
         num_experts: of all ranks.
         num_tokens: T.
         zero_padding: rows that pad an expert's are zeroed, and their weights and scales.
-        num_sms: SMs to use while waiting and reading; no less than one program runs on each.
+        num_sms: SMs to use while waiting and reading; no less than one program runs on each. None: ``DEFAULT_SMS``, and
+            for few tokens up to three quarters of all.
         all_sms: SMs of the device, for what is done before others wait for it.
     """
     ranks, top_k, hidden = memory.num_ranks, memory.top_k, memory.hidden_size
@@ -202,10 +226,18 @@ def dispatch(
     padded_k, bins = triton.next_power_of_2(top_k), max(16, triton.next_power_of_2(local))
     pairs = ranks * memory.max_tokens * padded_k
     fused = pairs <= FUSED_ENTRIES
+    limit = _limit(num_sms, all_sms, fused)
     # Enough chunks for all programs; but one chunk costs a look at all counts.
-    chunk = 128
-    while chunk > _TILE_ROWS and ranks * memory.max_tokens < 2 * chunk * num_sms:
-        chunk //= 2
+    if fused:
+        chunk = 1
+        while chunk < 128 and ranks * triton.cdiv(memory.max_tokens, chunk) > limit:
+            chunk *= 2
+        programs = _programs(ranks * triton.cdiv(memory.max_tokens, chunk), limit)
+    else:
+        chunk, programs = 128, limit
+        while chunk > _TILE_ROWS and ranks * memory.max_tokens < 2 * chunk * limit:
+            chunk //= 2
+    tile_rows, warps = min(chunk, _TILE_ROWS), FEW_WARPS if fused else WARPS
     common = flag_arguments(memory)
     region = memory.rows if not move else memory.rows.view(rows.dtype)
     nothing = memory.error
@@ -228,7 +260,7 @@ def dispatch(
         FP8=fp8,
         LARGEST=FP8_MAX,
     )
-    block = max(128, min(1024, triton.next_power_of_2(pairs)))
+    block = max(128, min(2048 if fused else 1024, triton.next_power_of_2(pairs)))
     counted = dict(KP=padded_k, LOCAL=local, BINS=bins, CHUNK=chunk, BLOCK=block)
     launches = []
     if not fused:
@@ -272,14 +304,14 @@ def dispatch(
         TABLE=source,
         MOVE=move,
         PADDING=zero_padding,
-        SUB=min(max(padded_k, 8192 // bins), chunk * padded_k),
-        GROUPS=WARPS,
-        ROWS=_TILE_ROWS,
-        COLS=_columns(words),
+        SUB=min(max(padded_k, 512 * warps // bins), chunk * padded_k),
+        GROUPS=min(4 * warps, triton.next_power_of_2(triton.cdiv(hidden, 128))),
+        ROWS=tile_rows,
+        COLS=min(_TILE_WORDS * _TILE_ROWS * warps // WARPS // tile_rows, triton.next_power_of_2(words)),
         SCALE_COLS=triton.next_power_of_2((hidden + 127) // 128),
         **counted,
     )
-    launches.append(Launch(triton_dispatch.dispatch_kernel, num_sms, {**common, **staged, **arguments}, WARPS))
+    launches.append(Launch(triton_dispatch.dispatch_kernel, programs, {**common, **staged, **arguments}, warps))
     return launches
 
 
@@ -293,7 +325,7 @@ def combine(
     out_weights: torch.Tensor | None,
     *,
     num_experts: int,
-    num_sms: int,
+    num_sms: int | None,
     all_sms: int,
 ) -> list[Launch]:
     """Returns rows, one number of each, or both, to their tokens.
@@ -306,9 +338,19 @@ def combine(
         out_weights: float32 ``[T, K]``, 0 where nothing was sent. None exactly if ``row_weights`` is.
         num_sms, all_sms: as for ``dispatch``.
     """
-    hidden, move = memory.hidden_size, rows is not None
-    nothing = memory.error
+    hidden, top_k, tokens = memory.hidden_size, memory.top_k, memory.max_tokens
+    move, nothing = rows is not None, memory.error
     words = hidden * (rows.element_size() if move else 2) // 4
+    written = tokens * top_k * hidden * 2
+    some = written <= SOME * FEW_BYTES
+    limit, warps = _limit(num_sms, all_sms, some), FEW_WARPS if some else WARPS
+    if written <= FEW_BYTES or not move or memory.num_ranks == 1:
+        steps, programs = 1, _programs(tokens * max(1, memory.num_ranks - 1), limit)
+        pushers = programs
+    else:
+        # Links need fewer SMs than the sums, which read twice as much.
+        steps, programs = FEWER_STEPS if some else STEPS, limit
+        pushers = max(1, limit * 5 // 8)
     arguments = dict(
         rows=rows if move else nothing,
         words=_as_words(rows) if move else nothing,
@@ -319,42 +361,28 @@ def combine(
         slot_words=_as_words(memory.slots),
         slot_weights=memory.slot_weights,
         num_experts=num_experts,
-        max_tokens=memory.max_tokens,
+        max_tokens=tokens,
         pair_to_row=table.pair_to_row,
         sizes=table.sizes,
         out=out if move else nothing,
         out_stride=out.stride(0) if move else 0,
         out_weights=out_weights if out_weights is not None else nothing,
-        K=memory.top_k,
-        LOCAL=table.counts.numel(),
+        pushers=pushers,
+        K=top_k,
+        KP=triton.next_power_of_2(top_k),
         H=hidden,
         WORDS=words,
         MOVE=move,
         WEIGHTS=row_weights is not None,
         FROM_SLOTS=False,
+        STEPS=steps,
         BLOCK=1024,
-        ROWS=_TILE_ROWS,
-        COLS=_columns(words),
+        COLS=min(triton.next_power_of_2(words), _PUSHED_WORDS * warps // WARPS // triton.next_power_of_2(top_k)),
+        SUM_TOKENS=4 if steps == STEPS else 1,
+        SUM_COLS=min(512 * warps, triton.next_power_of_2(hidden)),
+        **flag_arguments(memory),
     )
-    arguments.update(flag_arguments(memory))
-
-    def launch(push: bool, reduce: bool, grid: int, warps: int) -> Launch:
-        constants = dict(PUSH=push, REDUCE=reduce, **_summed(hidden, warps))
-        return Launch(triton_combine.combine_kernel, grid, {**arguments, **constants}, warps)
-
-    if memory.max_tokens * memory.top_k * hidden * 2 <= FUSED_BYTES:
-        return [launch(True, True, num_sms, WARPS)]
-    grid = _programs_to_sum(index.shape[0], hidden, all_sms)
-    return [launch(True, False, num_sms, WARPS), launch(False, True, grid, 4)]
-
-
-def _summed(hidden: int, warps: int) -> dict[str, int]:
-    """What a program sums at a time."""
-    return dict(SUM_ROWS=warps // 4, SUM_COLS=min(1024, triton.next_power_of_2(hidden)))
-
-
-def _programs_to_sum(tokens: int, hidden: int, all_sms: int) -> int:
-    return max(1, min(tokens * triton.cdiv(hidden, 1024), 16 * all_sms))
+    return [Launch(triton_combine.combine_kernel, programs, arguments, warps)]
 
 
 def sum_slots(
@@ -385,19 +413,20 @@ def sum_slots(
         out=out,
         out_stride=out.stride(0),
         out_weights=nothing,
+        pushers=0,
         K=memory.top_k,
-        LOCAL=num_experts // memory.num_ranks,
+        KP=triton.next_power_of_2(memory.top_k),
         H=hidden,
         WORDS=0,
         MOVE=True,
         WEIGHTS=False,
         FROM_SLOTS=True,
-        PUSH=False,
-        REDUCE=True,
+        STEPS=1,
         BLOCK=1024,
-        ROWS=_TILE_ROWS,
         COLS=_TILE_WORDS,
-        **_summed(hidden, 4),
+        SUM_TOKENS=1,
+        SUM_COLS=min(1024, triton.next_power_of_2(hidden)),
         **flag_arguments(memory),
     )
-    return [Launch(triton_combine.combine_kernel, _programs_to_sum(index.shape[0], hidden, all_sms), arguments, 4)]
+    programs = max(1, min(index.shape[0] * triton.cdiv(hidden, 1024), 16 * all_sms))
+    return [Launch(triton_combine.combine_kernel, programs, arguments, 4)]

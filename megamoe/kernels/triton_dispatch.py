@@ -2,7 +2,7 @@
 
 Every rank puts its tokens into its own symmetric memory and its routing lists into everyone's, raises READY, waits for
 all, works out from the lists where the rows of its own experts go, reads each token that it needs once, and writes it
-to all its rows here. The first kernel tells all ranks which movements have ended here: only then do they write anew.
+to all its rows here. What lies there is written anew when all ranks have read it: see ``triton_flags``.
 
 Rows are ordered by (expert, source rank, token, slot): a function of the routing alone. Blocks of ``CHUNK`` tokens of
 one source rank are dealt to programs source by source, so that all links are busy at once.
@@ -19,28 +19,34 @@ import triton.language as tl
 from megamoe.kernels import flag_words
 from megamoe.kernels.triton_flags import (
     CAPACITY,
+    COMBINES,
+    COMBINES_SEEN,
     COUNT,
     DISPATCHES,
+    DISPATCHES_SEEN,
     KIND_WORDS,
     LINE_WORDS,
     PULLED,
     READY,
     STAGED_TICKET,
+    begin,
     count_of,
     end_program,
     epochs_ended,
     is_last,
     peer,
     publish,
-    publish_ended,
     report,
     tell_count,
     wait_all,
+    wait_until_ended,
 )
 from megamoe.kernels.triton_quant import magnitude_bits, scale_of
 
 ALIGN = tl.constexpr(128)  # rows: every expert starts at a multiple
 TOKEN_BITS = tl.constexpr(flag_words.TOKEN_BITS)
+ELSEWHERE = tl.constexpr(flag_words.ELSEWHERE)
+NOWHERE = tl.constexpr(flag_words.NOWHERE)
 
 # Where a dispatch's table of rows comes from.
 REUSED = tl.constexpr(0)
@@ -95,15 +101,15 @@ def _stage_lists(
 
 @triton.jit
 def _stage(
-    x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch, min_amax,
-    teller, R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, FP8: tl.constexpr,
+    x, x_stride, index, weights, n, memory, everyone, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch,
+    min_amax, teller, R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, FP8: tl.constexpr,
     LARGEST: tl.constexpr, ROWS: tl.constexpr, LISTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     flags, deltas, list_index, list_weights, rows, scales = memory
-    if tl.program_id(0) == teller:
-        publish_ended(flags, deltas, state, my_rank, R, LANES)
     # Everyone has read what lies there from the dispatch before.
-    wait_all(flags, PULLED, epoch - 1, error, budget_ns, R, LANES)
+    wait_until_ended(
+        DISPATCHES_SEEN, PULLED, epoch - 1, teller, flags, everyone, state, error, budget_ns, my_rank, R, LANES
+    )
     if LISTS:
         _stage_lists(
             index, weights, n, list_index, list_weights, deltas, my_rank, num_experts, max_tokens, R, K, GROUPS * 128
@@ -114,22 +120,22 @@ def _stage(
 
 @triton.jit
 def stage_and_meet(
-    x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch, min_amax,
-    R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
-    ROWS: tl.constexpr, LISTS: tl.constexpr, GROUPS: tl.constexpr,
+    x, x_stride, index, weights, n, memory, everyone, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch,
+    min_amax, R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, FP8: tl.constexpr,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, LISTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """My tokens and lists into symmetric memory, and everyone's seen there; all programs must run at once."""
     # The last program has the least to do.
     _stage(
-        x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch,
-        min_amax, tl.num_programs(0) - 1, R, LANES, K, H, FP8, LARGEST, ROWS, LISTS, GROUPS,
+        x, x_stride, index, weights, n, memory, everyone, state, error, budget_ns, my_rank, num_experts, max_tokens,
+        epoch, min_amax, tl.num_programs(0) - 1, R, LANES, K, H, FP8, LARGEST, ROWS, LISTS, GROUPS,
     )  # fmt: skip
     flags, deltas, list_index, list_weights, rows, scales = memory
     stagers = tl.minimum(tl.maximum(n, 1), tl.num_programs(0))
     if tl.program_id(0) < stagers:
         if is_last(state + STAGED_TICKET, stagers):
-            tell_count(flags, deltas, n, my_rank, R, LANES)
-            publish(flags, deltas, READY, epoch, my_rank, R, LANES)
+            tell_count(flags, everyone, n, my_rank, LANES)
+            publish(flags, everyone, READY, epoch, my_rank, LANES)
     wait_all(flags, READY, epoch, error, budget_ns, R, LANES)
 
 
@@ -141,11 +147,12 @@ def stage_kernel(
 ):  # fmt: skip
     """My tokens and lists into symmetric memory; the next kernel raises the flag."""
     memory = (flags, deltas, list_index, list_weights, rows, scales)
+    everyone = begin(deltas, R, LANES)
     epoch = epochs_ended(state + DISPATCHES) + 1
     # The first program starts first: the others, which may not all run at once, wait for what it tells.
     _stage(
-        x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch,
-        min_amax, 0, R, LANES, K, H, FP8, LARGEST, ROWS, LISTS, GROUPS,
+        x, x_stride, index, weights, n, memory, everyone, state, error, budget_ns, my_rank, num_experts, max_tokens,
+        epoch, min_amax, 0, R, LANES, K, H, FP8, LARGEST, ROWS, LISTS, GROUPS,
     )  # fmt: skip
 
 
@@ -154,11 +161,13 @@ def stage_kernel(
 
 @triton.jit
 def _local_experts(list_index, source, token, slot, mask, my_rank, max_tokens, K: tl.constexpr, LOCAL: tl.constexpr):
-    """(local expert, whether it is one) of (token, slot) pairs of a source rank."""
+    """(local expert, whether it is one, whether it is one at all) of (token, slot) pairs of a source rank."""
     place = (source.to(tl.int64) * max_tokens + token) * K + slot
-    expert = tl.load(list_index + place, mask=mask, other=-1) - my_rank * LOCAL
-    mine = (expert >= 0) & (expert < LOCAL)
-    return tl.where(mine, expert, 0), mine, place
+    expert = tl.load(list_index + place, mask=mask, other=-1)
+    named = expert >= 0
+    expert -= my_rank * LOCAL
+    mine = named & (expert >= 0) & (expert < LOCAL)
+    return tl.where(mine, expert, 0), mine, named, place
 
 
 @triton.jit
@@ -172,7 +181,7 @@ def _count(
         pair = start + tl.arange(0, BLOCK)
         token, slot = pair // KP, pair % KP
         mask = (token < end) & (slot < K)
-        expert, mine, _ = _local_experts(list_index, source, token, slot, mask, my_rank, max_tokens, K, LOCAL)
+        expert, mine, _, _ = _local_experts(list_index, source, token, slot, mask, my_rank, max_tokens, K, LOCAL)
         total += tl.histogram(expert, BINS, mask=mine)
     return total
 
@@ -185,10 +194,11 @@ def count_kernel(
 ):  # fmt: skip
     """Raises READY for what ``stage_kernel`` wrote, waits for all, and counts each chunk's rows of each local expert
     into ``histograms`` int32 [R * chunks of a rank, BINS]."""
+    everyone = begin(deltas, R, LANES)
     epoch = epochs_ended(state + DISPATCHES) + 1
     if tl.program_id(0) == 0:
-        tell_count(flags, deltas, n, my_rank, R, LANES)
-        publish(flags, deltas, READY, epoch, my_rank, R, LANES)
+        tell_count(flags, everyone, n, my_rank, LANES)
+        publish(flags, everyone, READY, epoch, my_rank, LANES)
     wait_all(flags, READY, epoch, error, budget_ns, R, LANES)
     per_rank = tl.cdiv(max_tokens, CHUNK)
     for chunk in range(tl.program_id(0), R * per_rank, tl.num_programs(0)):
@@ -242,7 +252,7 @@ def assign_rows(
     row_source, row_target, delta, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr,
     SUB: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the (token, slot) pairs of tokens ``first`` to ``end``, -1 for other ranks' experts.
+    """Rows of the (token, slot) pairs of tokens ``first`` to ``end``, or that they have none here.
 
     ``next_row``: of each expert. UNITS > 0, the units of 16 bytes of a slot's row: no table of pairs is made, but where
     each row comes from, and the slot that its result goes to, counted in these units from the first one here.
@@ -252,16 +262,19 @@ def assign_rows(
         pair = start + tl.arange(0, SUB)
         token, slot = pair // KP, pair % KP
         mask = (token < end) & (slot < K)
-        expert, mine, place = _local_experts(list_index, source, token, slot, mask, my_rank, max_tokens, K, LOCAL)
+        expert, mine, named, place = _local_experts(
+            list_index, source, token, slot, mask, my_rank, max_tokens, K, LOCAL
+        )
         hit = ((expert[:, None] == bins[None, :]) & mine[:, None]).to(tl.int32)
         row = tl.sum(hit * (tl.cumsum(hit, 0) - 1 + next_row[None, :]), 1)
         next_row += tl.sum(hit, 0)
+        elsewhere = named & (mine == 0)
         mine = mine & (row < capacity)
         if UNITS > 0:
             tl.store(row_source + row, source << TOKEN_BITS | token, mask=mine)
             tl.store(row_target + row, delta + (slot * max_tokens.to(tl.int64) + token) * UNITS, mask=mine)
         else:
-            tl.store(pair_to_row + place, tl.where(mine, row, -1), mask=mask)
+            tl.store(pair_to_row + place, tl.where(mine, row, tl.where(elsewhere, ELSEWHERE, NOWHERE)), mask=mask)
         tl.store(row_weights + row, tl.load(list_weights + place, mask=mine), mask=mine)
 
 
@@ -300,13 +313,18 @@ def _pull(
     SCALES: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_COLS: tl.constexpr,
 ):  # fmt: skip
     """Tokens ``first`` to ``end`` of the rank at ``delta``, each read once if a row here needs it."""
+    # Stores do not wait for another look at the table then; more tokens' rows would not fit into registers.
+    KEEP: tl.constexpr = ROWS <= 2
     for start in range(first, end, ROWS):
         token = start + tl.arange(0, ROWS)
         mask = token < end
         token64 = token.to(tl.int64)
         last = tl.full([ROWS], -1, tl.int32)
+        rows = ()
         for k in tl.static_range(K):
-            last = tl.maximum(last, tl.load(table + token64 * K + k, mask=mask, other=-1))
+            row = tl.load(table + token64 * K + k, mask=mask, other=-1)
+            last = tl.maximum(last, row)
+            rows = rows + (row,)
         needed = last >= 0
         source = peer(words, delta, 4) + token64 * WORDS
         for c in range(0, WORDS, COLS):
@@ -314,7 +332,7 @@ def _pull(
             inside = (col < WORDS)[None, :]
             value = tl.load(source[:, None] + col[None, :], mask=needed[:, None] & inside)
             for k in tl.static_range(K):
-                row = tl.load(table + token64 * K + k, mask=mask, other=-1)
+                row = rows[k] if KEEP else tl.load(table + token64 * K + k, mask=mask, other=-1)
                 place = row.to(tl.int64)[:, None] * WORDS + col[None, :]
                 tl.store(out_words + place, value, mask=(row >= 0)[:, None] & inside)
         if SCALES > 0:
@@ -323,7 +341,7 @@ def _pull(
             source = peer(scales, delta, 4) + token64 * SCALES
             value = tl.load(source[:, None] + group[None, :], mask=needed[:, None] & inside)
             for k in tl.static_range(K):
-                row = tl.load(table + token64 * K + k, mask=mask, other=-1)
+                row = rows[k] if KEEP else tl.load(table + token64 * K + k, mask=mask, other=-1)
                 place = group.to(tl.int64)[None, :] * scale_stride + row[:, None]
                 tl.store(out_scales + place, value, mask=(row >= 0)[:, None] & inside)
 
@@ -375,17 +393,18 @@ def dispatch_kernel(
     the table of rows comes from. MOVE: rows are read; otherwise only the table is made. PADDING: it is zeroed.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
+    everyone = begin(deltas, R, LANES)
     epoch = epochs_ended(state + DISPATCHES) + 1
     if STAGE:
         memory = (flags, deltas, list_index, list_weights, rows, scales)
         stage_and_meet(
-            x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens, epoch,
-            min_amax, R, LANES, K, H, FP8, LARGEST, MOVE, TABLE != REUSED, GROUPS,
+            x, x_stride, index, weights, n, memory, everyone, state, error, budget_ns, my_rank, num_experts, max_tokens,
+            epoch, min_amax, R, LANES, K, H, FP8, LARGEST, MOVE, TABLE != REUSED, GROUPS,
         )  # fmt: skip
     elif TABLE != COUNTED_BEFORE:
         if pid == 0:
-            tell_count(flags, deltas, n, my_rank, R, LANES)
-            publish(flags, deltas, READY, epoch, my_rank, R, LANES)
+            tell_count(flags, everyone, n, my_rank, LANES)
+            publish(flags, everyone, READY, epoch, my_rank, LANES)
         wait_all(flags, READY, epoch, error, budget_ns, R, LANES)
 
     per_rank = tl.cdiv(max_tokens, CHUNK)
@@ -428,4 +447,7 @@ def dispatch_kernel(
             total, capacity, out_words, out_scales, scale_stride, row_weights, WORDS, SCALES, LOCAL, BINS, ROWS, COLS,
             SCALE_COLS, MOVE, TABLE != REUSED,
         )  # fmt: skip
+    if pid == 0:
+        # Those that are READY.
+        tl.store(state + COMBINES_SEEN, epochs_ended(state + COMBINES))
     end_program(state + DISPATCHES)

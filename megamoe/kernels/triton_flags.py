@@ -3,6 +3,9 @@
 A movement of rows is numbered by an epoch, counted on the device so that CUDA graphs replay. A flag holds the epoch
 that its writer has reached; a reader waits for "at least". So no flag is ever cleared, and late readers are no hazard.
 
+A rank that has raised a flag has ended all launches before that one. So what a dispatch leaves to be read may be
+written anew after a combine without further ado, and the other way round; two of a kind in a row need a flag for that.
+
 Memory order: writers' threads meet at a barrier, then one warp stores with release at system scope; readers load with
 acquire at system scope and meet at a barrier. Needs triton: import it on GPUs only.
 
@@ -30,7 +33,12 @@ COMBINES = tl.constexpr(flag_words.COMBINES)
 BARRIERS = tl.constexpr(flag_words.BARRIERS)
 EPOCH_BITS = tl.constexpr(flag_words.EPOCH_BITS)
 STAGED_TICKET = tl.constexpr(flag_words.STAGED_TICKET)
-SCATTERED_TICKET = tl.constexpr(flag_words.SCATTERED_TICKET)
+SUMMED_TICKET = tl.constexpr(flag_words.SUMMED_TICKET)
+DISPATCHES_SEEN = tl.constexpr(flag_words.DISPATCHES_SEEN)
+COMBINES_SEEN = tl.constexpr(flag_words.COMBINES_SEEN)
+NEXT_TOKENS = tl.constexpr(flag_words.NEXT_TOKENS)
+SCATTERED_TICKETS = tl.constexpr(flag_words.SCATTERED_TICKETS)
+SCATTERED_STEPS = tl.constexpr(flag_words.SCATTERED_STEPS)
 CAPACITY = tl.constexpr(flag_words.CAPACITY)
 
 
@@ -85,6 +93,30 @@ def report(error, PHASE: tl.constexpr, first, second, third):
 
 
 @triton.jit
+def begin(deltas, R: tl.constexpr, LANES: tl.constexpr):
+    """The first of a program: the launch before has ended, and the next one may take up idle SMs already.
+
+    Returns the distance to every rank's memory, a lane for each, for ``publish``.
+    """
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+        "=r,~{memory}",
+        [],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return tl.load(deltas + _ranks(R, LANES))
+
+
+@triton.jit
+def _load_relaxed(pointer):
+    return tl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b64 $0, [$1];", "=l,l,~{memory}", [pointer], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def wait_all(flags, KIND: tl.constexpr, epoch, error, budget_ns, RANKS: tl.constexpr, LANES: tl.constexpr):
     """Wait until every rank's flag has reached ``epoch``; what they wrote before may be read afterwards."""
     rank = _ranks(RANKS, LANES)
@@ -93,7 +125,10 @@ def wait_all(flags, KIND: tl.constexpr, epoch, error, budget_ns, RANKS: tl.const
     # The lanes of a warp never part: they shuffle in here.
     if _of_lane_0(tl.min(seen, 0) < epoch):
         start = tl.min(_now(seen), 0)
-        budget = tl.where(tl.max(_load_acquire(error + rank * 0), 0) == 0, budget_ns, 0)
+        # Beside the second look, which it does not delay.
+        failed = _load_relaxed(error)
+        seen = _load_acquire(pointers)
+        budget = tl.where(failed == 0, budget_ns, -1)
         waited = start * 0
         while _of_lane_0((tl.min(seen, 0) < epoch) & (waited <= budget)):
             seen = _load_acquire(pointers)
@@ -101,7 +136,8 @@ def wait_all(flags, KIND: tl.constexpr, epoch, error, budget_ns, RANKS: tl.const
         if _of_lane_0(tl.min(seen, 0) < epoch):
             late = tl.min(tl.where(seen < epoch, rank, RANKS), 0)
             at_most = tl.min(tl.where(rank == late, seen, epoch), 0)
-            report(error, KIND + 1, late, epoch, at_most)
+            STEPS: tl.constexpr = SCATTERED_STEPS if KIND == SCATTERED else 1
+            report(error, KIND + 1, late, (epoch + (STEPS - 1)) // STEPS, at_most // STEPS)
     # The acquire of one thread becomes that of all; and all go on together, whatever each has seen.
     tl.debug_barrier()
 
@@ -114,10 +150,10 @@ def peer(pointer, delta, BYTES: tl.constexpr):
 
 
 @triton.jit
-def publish(flags, deltas, KIND: tl.constexpr, epoch, my_rank, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """Raise my flag at every rank, after all that this program's threads did before."""
+def publish(flags, everyone, KIND: tl.constexpr, epoch, my_rank, LANES: tl.constexpr):
+    """Raise my flag at every rank, after all that this program's threads did before. ``everyone``: from ``begin``."""
     tl.debug_barrier()
-    pointers = peer(flags, tl.load(deltas + _ranks(RANKS, LANES)), 8) + (KIND * KIND_WORDS + my_rank * LINE_WORDS)
+    pointers = peer(flags, everyone, 8) + (KIND * KIND_WORDS + my_rank * LINE_WORDS)
     tl.inline_asm_elementwise(
         """{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, 32;
         @p st.release.sys.global.b64 [$1], $2; mov.u32 $0, 0; }""",
@@ -130,9 +166,9 @@ def publish(flags, deltas, KIND: tl.constexpr, epoch, my_rank, RANKS: tl.constex
 
 
 @triton.jit
-def tell_count(flags, deltas, count, my_rank, RANKS: tl.constexpr, LANES: tl.constexpr):
+def tell_count(flags, everyone, count, my_rank, LANES: tl.constexpr):
     """Write my number of tokens to every rank; a release must follow."""
-    pointers = peer(flags, tl.load(deltas + _ranks(RANKS, LANES)), 8) + (COUNT * KIND_WORDS + my_rank * LINE_WORDS)
+    pointers = peer(flags, everyone, 8) + (COUNT * KIND_WORDS + my_rank * LINE_WORDS)
     tl.store(pointers, tl.zeros([LANES], tl.int64) + count)
 
 
@@ -159,10 +195,7 @@ def is_last(ticket, participants):
 @triton.jit
 def epochs_ended(counter):
     """Launches of a kind that have ended: the same for all programs of a launch, whichever of them have ended."""
-    ended = tl.inline_asm_elementwise(
-        "ld.relaxed.gpu.global.b64 $0, [$1];", "=l,l,~{memory}", [counter], dtype=tl.int64, is_pure=False, pack=1
-    )
-    return ended >> EPOCH_BITS
+    return _load_relaxed(counter) >> EPOCH_BITS
 
 
 @triton.jit
@@ -174,19 +207,25 @@ def end_program(counter):
 
 
 @triton.jit
-def publish_ended(flags, deltas, state, my_rank, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """Tell all ranks which movements I have ended: everything up to this launch, since launches follow one another.
+def wait_until_ended(
+    SEEN: tl.constexpr, KIND: tl.constexpr, ended, teller, flags, everyone, state, error, budget_ns, my_rank,
+    R: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Wait until all ranks have ended that many movements of a kind, if no flag has shown so.
 
-    One launch late, so that the end of a launch waits for nothing.
+    All take the same turn here, since all make the same calls; program ``teller`` tells them that I have.
     """
-    publish(flags, deltas, PULLED, epochs_ended(state + DISPATCHES), my_rank, RANKS, LANES)
-    publish(flags, deltas, REDUCED, epochs_ended(state + COMBINES), my_rank, RANKS, LANES)
+    if tl.load(state + SEEN) < ended:
+        if tl.program_id(0) == teller:
+            publish(flags, everyone, KIND, ended, my_rank, LANES)
+        wait_all(flags, KIND, ended, error, budget_ns, R, LANES)
 
 
 @triton.jit(do_not_specialize=["my_rank", "budget_ns"])
 def barrier_kernel(flags, deltas, state, error, my_rank, budget_ns, R: tl.constexpr, LANES: tl.constexpr):
     """One program: all ranks have come here, and see what each wrote before."""
+    everyone = begin(deltas, R, LANES)
     epoch = epochs_ended(state + BARRIERS) + 1
-    publish(flags, deltas, BARRIER, epoch, my_rank, R, LANES)
+    publish(flags, everyone, BARRIER, epoch, my_rank, LANES)
     wait_all(flags, BARRIER, epoch, error, budget_ns, R, LANES)
     end_program(state + BARRIERS)

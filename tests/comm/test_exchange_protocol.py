@@ -2,39 +2,79 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
-from tests.support.exchange_model import Violation, explore_all, explore_some
+from tests.support import exchange_model
+from tests.support.exchange_model import Violation, explore_all, explore_some, steps_of
 
-SEQUENCES = ["D", "C", "DC", "DD", "CC", "DDC", "DCC"]
-
-
-@pytest.mark.parametrize("movements", SEQUENCES)
-def test_every_interleaving_of_two_ranks(movements):
-    assert explore_all(2, movements) > 100
+SEQUENCES = ["".join(movements) for length in range(1, 5) for movements in product("DCM", repeat=length)]
+"""Every order of up to four movements."""
 
 
-@pytest.mark.parametrize("movements", ["DCDCDC", "DDDCCC", "DDCDDC", "CCCC"])
+@pytest.mark.parametrize("first", "DCM")
+def test_every_interleaving_of_two_ranks(first):
+    for movements in SEQUENCES:
+        if movements.startswith(first):
+            assert explore_all(2, movements) > 100
+
+
+@pytest.mark.parametrize("movements", ["DCDCDC", "DDDCCC", "DDCDDC", "DDCCDC", "CCCC", "MMCCDDM", "DMDCMC"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_random_interleavings(ranks, movements, seed):
     explore_some(ranks, movements, 20, seed)
 
 
 @pytest.mark.parametrize(
-    ("left_out", "movements"), [("READY", "D"), ("SCATTERED", "C"), ("PULLED", "DD"), ("REDUCED", "CC")]
+    ("wrong", "movements"),
+    [
+        ("READY", "D"),
+        ("SCATTERED", "C"),
+        ("SCATTERED 1", "C"),
+        ("SCATTERED 1", "M"),
+        ("PULLED", "DD"),
+        ("PULLED", "CDD"),
+        ("PULLED", "DM"),
+        ("REDUCED", "CC"),
+        ("REDUCED", "DCC"),
+        ("REDUCED", "MC"),
+        ("DISPATCHES_SEEN", "CDD"),
+        ("DISPATCHES_SEEN", "MDD"),
+        ("COMBINES_SEEN", "DCC"),
+        ("COMBINES_SEEN", "MC"),
+        ("early READY", "D"),
+        ("early SCATTERED", "C"),
+        ("early SCATTERED", "M"),
+    ],
 )
-def test_every_wait_is_needed(left_out, movements):
+def test_every_rule_is_needed(wrong, movements):
     with pytest.raises(Violation, match="reads"):
-        explore_all(2, movements, frozenset({left_out}))
+        explore_all(2, movements, frozenset({wrong}))
+
+
+@pytest.mark.parametrize(
+    ("movements", "told"),
+    [
+        ("DCDCDC", []),
+        ("MMM", []),
+        ("MDCM", []),
+        ("DD", [("PULLED", 1)]),
+        ("DDCCDC", [("PULLED", 1), ("REDUCED", 1)]),
+        ("DDDCCC", [("PULLED", 1), ("PULLED", 2), ("REDUCED", 1), ("REDUCED", 2)]),
+        ("MCDM", [("REDUCED", 1), ("PULLED", 2)]),
+    ],
+)
+def test_only_two_of_a_kind_in_a_row_wait_for_the_earlier(movements, told):
+    steps = steps_of(0, 2, movements)
+    for kind in ("write", "wait"):
+        found = [(step.place[0], step.number) for step in steps if step.kind == kind]
+        assert [step for step in found if step[0] in ("PULLED", "REDUCED")] == [step for step in told for _ in range(2)]
 
 
 def test_a_flag_that_nobody_raises_is_a_deadlock(monkeypatch):
-    from tests.support import exchange_model
-
-    steps_of = exchange_model.steps_of
-
-    def forgetful(rank, ranks, movements, left_out=frozenset()):
-        steps = steps_of(rank, ranks, movements, left_out)
+    def forgetful(rank, ranks, movements, wrong=frozenset()):
+        steps = steps_of(rank, ranks, movements, wrong)
         return [step for step in steps if (step.kind, step.place) != ("write", ("READY", 0, 1))]
 
     monkeypatch.setattr(exchange_model, "steps_of", forgetful)

@@ -15,9 +15,10 @@ from tests.support.exchange_sim import (  # noqa: E402
     World,
     add_combine,
     add_dispatch,
+    add_movements,
     check_combine,
     check_dispatch,
-    check_returned_weights,
+    check_movements,
     expert_results,
     make_tokens,
 )
@@ -36,7 +37,7 @@ def launches(request, monkeypatch):
     """Both ways in which a movement is launched, at the same small sizes."""
     if request.param == "several launches":
         monkeypatch.setattr(peer_rows, "FUSED_ENTRIES", 0)
-        monkeypatch.setattr(peer_rows, "FUSED_BYTES", 0)
+        monkeypatch.setattr(peer_rows, "FEW_BYTES", 0)
 
 
 def counts_of(sizes: Sizes, call: int) -> list[int]:
@@ -45,23 +46,15 @@ def counts_of(sizes: Sizes, call: int) -> list[int]:
     return [choices[(rank + call) % 4] for rank in range(sizes.ranks)]
 
 
-def exchange(sizes: Sizes, policy: str, seed: int, calls=("random", "holes", "random"), sms: int = 2) -> None:
+def exchange(
+    sizes: Sizes, policy: str, seed: int, routings=("random", "holes", "random"), sms: int = 2, movements: str = ""
+) -> None:
     """Several dispatches and combines one after another: nothing of one may reach another."""
     world = World(sizes)
-    done = []
-    for call, routing in enumerate(calls):
-        tokens = make_tokens(sizes, counts_of(sizes, call), routing)
-        add_dispatch(world, tokens, sms=sms)
-        # Results of the experts do not depend on the rows here, so that both movements run in one simulation.
-        rows = expert_results(world, tokens)
-        add_combine(world, tokens, rows, [mine.table.row_weights for mine in tokens], sms=sms)
-        done.append((tokens, rows))
+    counts = [counts_of(sizes, call) for call in range(4)]
+    done = add_movements(world, movements or "DC" * len(routings), counts, routings, sms)
     world.run(policy, seed)
-    assert not any(any(error) for error in world.errors)
-    for tokens, rows in done:
-        check_dispatch(world, tokens)
-        check_combine(world, tokens, rows)
-        check_returned_weights(world, tokens)
+    check_movements(world, done)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -81,9 +74,56 @@ def test_routing(routing, launches, seed):
         exchange(sizes, "random", seed, (routing, "random"))
 
 
-@pytest.mark.parametrize("sms", [1, 5])
+@pytest.mark.parametrize("movements", ["DDCCDC", "DCDDDCC", "DPRCCD"])
+@pytest.mark.parametrize("world", ["2 fp8", "3", "1"])
+def test_orders_of_movements(world, movements, launches, seed):
+    """Two of a kind in a row wait for the earlier one, others do not; and combines in a row have other routings."""
+    exchange(WORLDS[world], "random", seed, ("random", "holes", "twice"), 4, movements)
+
+
+@pytest.mark.parametrize("sms", [1, 3, 5])
 def test_any_number_of_programs(sms, launches, seed):
     exchange(THREE, "pct", seed, sms=sms)
+
+
+@pytest.mark.parametrize("sms", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_combine_in_steps(ranks, sms, seed, monkeypatch):
+    """Fewer tokens than steps, and more: some of a rank's are announced by the first, none by the last."""
+    monkeypatch.setattr(peer_rows, "FEW_BYTES", 0)
+    for tokens, movements in ((1, "DCC"), (7, "DCDC"), (39, "DCC")):
+        exchange(Sizes(ranks, tokens, 2, 6, 16), "random", seed, ("random", "holes"), sms, movements)
+
+
+def test_combine_in_fewer_steps(seed, monkeypatch):
+    """Neither few tokens nor many."""
+    monkeypatch.setattr(peer_rows, "FEW_BYTES", 1)
+    monkeypatch.setattr(peer_rows, "SOME", 1 << 30)
+    for sizes in (TWO, THREE):
+        exchange(sizes, "random", seed, ("random", "holes"), 2, "DCCDC")
+
+
+@pytest.mark.parametrize("steps", [2, 4, 16])
+def test_any_number_of_steps(steps, seed, monkeypatch):
+    monkeypatch.setattr(peer_rows, "FEW_BYTES", 0)
+    monkeypatch.setattr(peer_rows, "STEPS", steps)
+    exchange(Sizes(2, 21, 2, 6, 16), "lazy", seed, ("random", "holes"), 4, "DCCDC")
+
+
+def test_combines_with_and_without_steps(seed, monkeypatch):
+    """They count alike: a buffer serves both."""
+    world, done = World(TWO), []
+    for few in (0, 1 << 30, 0):
+        monkeypatch.setattr(peer_rows, "FEW_BYTES", few)
+        done += add_movements(world, "DCC", [[20, 7]], ["holes"], 4)
+    world.run("random", seed)
+    check_movements(world, done)
+
+
+@pytest.mark.parametrize("sms", [4, 8, 16])
+@pytest.mark.parametrize("sizes", [Sizes(2, 8, 3, 6, 2064), Sizes(2, 8, 3, 6, 272, fp8=True)], ids=["bf16", "fp8"])
+def test_tiles_of_one_to_four_tokens(sizes, sms, seed):
+    exchange(sizes, "random", seed, ("random", "holes"), sms, "DC")
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (8, 5), (9, 2), (33, 1), (17, 8)])
@@ -208,15 +248,35 @@ def test_a_rank_that_does_not_come_back_is_named(missing, launches, seed):
     assert world.errors[missing] == [0, 0, 0, 0]
 
 
-def test_a_rank_that_does_not_combine_is_named(launches, seed):
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_rank_that_does_not_combine_is_named(earlier, launches, seed):
+    world = World(TWO)
+    tokens = make_tokens(TWO, [5, 5])
+    for turn in range(earlier + 1):
+        add_dispatch(world, tokens)
+        rows = expert_results(world, tokens)
+        if turn < earlier:
+            add_combine(world, tokens, rows)
+    world.run("random", seed)
+    add_combine(world, tokens, rows, ranks=[1])
+    world.run_until_given_up(seed)
+    assert world.errors == [[0, 0, 0, 0], [flag_words.SCATTERED + 1, 0, earlier + 1, earlier]]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_has_not_ended_its_last_combine_is_named(missing, launches, seed):
+    """It may still be summing its slots: they are not written anew."""
     world = World(TWO)
     tokens = make_tokens(TWO, [5, 5])
     add_dispatch(world, tokens)
     rows = expert_results(world, tokens)
+    add_combine(world, tokens, rows)
     world.run("random", seed)
-    add_combine(world, tokens, rows, ranks=[1])
+    add_combine(world, tokens, rows, ranks=[1 - missing])
     world.run_until_given_up(seed)
-    assert world.errors == [[0, 0, 0, 0], [flag_words.SCATTERED + 1, 0, 1, 0]]
+    # Not a rank that waits in vain for the missing one itself.
+    assert world.errors[1 - missing] == [flag_words.REDUCED + 1, missing, 1, 0]
+    assert world.errors[missing] == [0, 0, 0, 0]
 
 
 def test_waits_after_an_error_end_at_once(launches, seed):
@@ -231,6 +291,20 @@ def test_waits_after_an_error_end_at_once(launches, seed):
     later = world.run_until_given_up(seed)
     assert world.errors == [[flag_words.READY + 1, 1, 1, 0], [0, 0, 0, 0]]
     assert later.nanoseconds < first.nanoseconds / 10
+
+
+def test_fewer_tokens_in_a_table_than_there_are_are_no_endless_loop(seed, monkeypatch):
+    """What a dispatch whose waits ended at once may leave."""
+    monkeypatch.setattr(peer_rows, "FEW_BYTES", 0)
+    world = World(TWO)
+    tokens = make_tokens(TWO, [20, 20])
+    add_dispatch(world, tokens, ranks=[0])
+    world.run_until_given_up(seed)
+    tokens[0].table.sizes[1:] = torch.tensor([1, 0])
+    rows = torch.zeros(world.plan.most_rows, TWO.hidden, dtype=torch.bfloat16)
+    add_combine(world, tokens, [rows, rows], ranks=[0])
+    world.run_until_given_up(seed)
+    assert world.errors == [[flag_words.READY + 1, 1, 1, 0], [0, 0, 0, 0]]
 
 
 def test_a_missing_rank_is_waited_for(seed):

@@ -1,4 +1,4 @@
-"""Planted bugs in the kernels that move rows between ranks: the simulator's reports, or a wrong result, show each."""
+"""Planted bugs in the dispatch between ranks and its flags: the simulator's reports, or a wrong result, show each."""
 
 from __future__ import annotations
 
@@ -7,122 +7,74 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("greenlet")
 
-from dataclasses import replace  # noqa: E402
-
 import torch  # noqa: E402
 
-from megamoe.kernels import flag_words, peer_rows, triton_combine, triton_dispatch, triton_flags  # noqa: E402
-from tests.support.exchange_sim import (  # noqa: E402
-    Sizes,
-    World,
-    add_combine,
-    add_dispatch,
-    check_combine,
-    check_dispatch,
-    check_returned_weights,
-    expert_results,
-    make_tokens,
+from megamoe.kernels import flag_words, triton_dispatch, triton_flags  # noqa: E402
+from tests.support.exchange_cases import (  # noqa: E402
+    BF16,
+    COMBINES,
+    DISPATCHES,
+    FP8,
+    LONG_ROWS,
+    MANY,
+    MANY_DISPATCHES,
+    MANY_FP8,
+    MANY_REUSED,
+    NARROW,
+    ONE,
+    ONE_FP8,
+    REUSED,
+    SHOWN,
+    TELL,
+    UNSEEN,
+    WAIT,
+    Calls,
+    planted,
 )
+from tests.support.exchange_sim import Sizes, World, add_dispatch, make_tokens  # noqa: E402
 from tests.support.gluon_sim.mutation import SCHEDULES, Bug, assert_caught  # noqa: E402
-
-BF16 = Sizes(2, 12, 3, 6, 272)
-FP8 = Sizes(3, 12, 2, 6, 272, fp8=True)
-
-
-class Calls:
-    """Dispatches and combines, one after another, by the kernels of a module."""
-
-    def __init__(self, sizes: Sizes, fused: bool, calls: int = 3, reuse: bool = False, combines: int = 1):
-        self.sizes, self.fused, self.calls, self.reuse, self.combines = sizes, fused, calls, reuse, combines
-
-    def __call__(self, module, policy: str, seed: int) -> None:
-        torch.manual_seed(seed)
-        patch = pytest.MonkeyPatch()
-        patch.setattr(peer_rows, module.__name__.rpartition(".")[2], module)
-        if not self.fused:
-            patch.setattr(peer_rows, "FUSED_ENTRIES", 0)
-            patch.setattr(peer_rows, "FUSED_BYTES", 0)
-        try:
-            self._run(policy, seed)
-        finally:
-            patch.undo()
-
-    def _run(self, policy: str, seed: int) -> None:
-        sizes = self.sizes
-        world, done = World(sizes), []
-        for call in range(self.calls):
-            full = [sizes.tokens, 1, 9] if call % 2 == 0 else [9, sizes.tokens, 0]
-            tokens = make_tokens(sizes, full[: sizes.ranks], "holes" if call == 1 else "random")
-            add_dispatch(world, tokens, move=not self.reuse)
-            if self.reuse:
-                add_dispatch(world, tokens, reuse=True)
-            for _ in range(self.combines):
-                tokens = [replace(mine) for mine in tokens]
-                rows = expert_results(world, tokens)
-                add_combine(world, tokens, rows, [mine.table.row_weights for mine in tokens])
-                done.append((tokens, rows))
-        world.run(policy, seed)
-        assert not any(any(error) for error in world.errors)
-        for tokens, rows in done:
-            check_dispatch(world, tokens)
-            check_combine(world, tokens, rows)
-            check_returned_weights(world, tokens)
-
-
-ONE = Calls(BF16, True)
-ONE_FP8 = Calls(FP8, True)
-MANY = Calls(BF16, False)
-MANY_FP8 = Calls(FP8, False)
-REUSED = Calls(BF16, True, 2, reuse=True)
-MANY_REUSED = Calls(BF16, False, 2, reuse=True)
-# A combine waits for all that a dispatch must wait for, and the other way round: so several of a kind in a row.
-COMBINES = Calls(BF16, False, 2, combines=2)
-LONG_ROWS = Calls(Sizes(2, 8, 1, 2, 2064), True, 1)
 
 
 def overflow(module, policy: str, seed: int) -> None:
     """More rows than fit: the rest stays within bounds, and is reported."""
-    torch.manual_seed(seed)
-    patch = pytest.MonkeyPatch()
-    patch.setattr(peer_rows, module.__name__.rpartition(".")[2], module)
-    try:
+    with planted(module, seed):
         world = World(BF16)
         tokens = make_tokens(BF16, [12, 12])
         for mine in tokens:
             mine.index[:] = torch.tensor([0, 1, 4])
         add_dispatch(world, tokens, capacity=128)
         world.run(policy, seed)
-    finally:
-        patch.undo()
     assert [error[:3] for error in world.errors] == [[flag_words.CAPACITY, 256, 128], [0, 0, 0]]
     assert tokens[0].table.counts.tolist() == [24, 0, 0] and int(tokens[0].table.sizes[0]) == 128
     assert tokens[0].table.pair_to_row[:, :12].max() < 128
 
 
 def missing(module, policy: str, seed: int) -> None:
-    """A rank that does not come is given up on, and named."""
-    torch.manual_seed(seed)
-    patch = pytest.MonkeyPatch()
-    patch.setattr(peer_rows, module.__name__.rpartition(".")[2], module)
-    try:
+    """A rank that does not come is given up on, and named; later waits end at once."""
+    with planted(module, seed):
         world = World(FP8)
         add_dispatch(world, make_tokens(FP8, [3, 3, 3]), ranks=[0, 2])
-        world.run_until_given_up(seed)
-    finally:
-        patch.undo()
+        first = world.run_until_given_up(seed)
+        add_dispatch(world, make_tokens(FP8, [3, 3, 3]), ranks=[0, 2])
+        later = world.run_until_given_up(seed)
     assert world.errors == [[flag_words.READY + 1, 1, 1, 0], [0, 0, 0, 0], [flag_words.READY + 1, 1, 1, 0]]
+    assert later.nanoseconds < first.nanoseconds / 10
 
+
+SEE_COMBINES = "tl.store(state + COMBINES_SEEN, epochs_ended(state + COMBINES))"
+READY = (
+    "        publish(flags, everyone, READY, epoch, my_rank, LANES)\n"
+    "    wait_all(flags, READY, epoch, error, budget_ns, R, LANES)\n"
+)
+KEPT = "row = rows[k] if KEEP else tl.load(table + token64 * K + k, mask=mask, other=-1)\n                place = "
 
 DISPATCH_BUGS = [
     # flags
     Bug(
         "no barrier before a flag is raised",
         ONE,
-        '''    """Raise my flag at every rank, after all that this program's threads did before."""
-    tl.debug_barrier()
-''',
-        '''    """Raise my flag at every rank, after all that this program's threads did before."""
-''',
+        "    tl.debug_barrier()\n    pointers = peer(flags, everyone, 8) + (KIND",
+        "    pointers = peer(flags, everyone, 8) + (KIND",
     ),
     Bug("flag raised without release", ONE, "st.release.sys.global.b64", "st.relaxed.sys.global.b64"),
     Bug("flag released to the own GPU only", ONE, "st.release.sys.global.b64", "st.release.gpu.global.b64"),
@@ -144,8 +96,8 @@ DISPATCH_BUGS = [
     Bug(
         "count told to oneself only",
         ONE,
-        "pointers = peer(flags, tl.load(deltas + _ranks(RANKS, LANES)), 8) + (COUNT",
-        "pointers = peer(flags, tl.load(deltas + _ranks(RANKS, LANES)) * 0, 8) + (COUNT",
+        "pointers = peer(flags, everyone, 8) + (COUNT",
+        "pointers = peer(flags, everyone * 0, 8) + (COUNT",
     ),
     Bug("programs do not wait for each other", ONE, "== participants - 1", "== 0"),
     Bug(
@@ -160,8 +112,14 @@ DISPATCH_BUGS = [
         "    tl.debug_barrier()\n    last =",
         "    last =",
     ),
-    Bug("programs that stage are not all waited for", ONE, "if participants > 1:", "if participants > 2:"),
+    Bug("one program that stages is not waited for", ONE, "== participants - 1", "== participants - 2"),
     Bug("ticket is not given back", ONE, "        tl.store(ticket, 0)\n", "        pass\n"),
+    Bug(
+        "flags are raised at the first rank only",
+        ONE,
+        "minimum(tl.arange(0, LANES), RANKS - 1)",
+        "arange(0, LANES) * 0",
+    ),
     Bug("no limit to a wait", missing, "& (waited <= budget)", "& (waited >= 0)"),
     Bug(
         "the wrong rank is blamed",
@@ -169,26 +127,42 @@ DISPATCH_BUGS = [
         "tl.where(seen < epoch, rank, RANKS)",
         "tl.where(seen < epoch, rank + 1, RANKS)",
     ),
+    Bug("waits after an error take as long", missing, "tl.where(failed == 0, budget_ns, -1)", "budget_ns"),
+    # two dispatches in a row
+    Bug("inputs overwritten while others read", DISPATCHES, WAIT, ""),
+    Bug("waits for an older dispatch to be read", MANY_DISPATCHES, WAIT, WAIT.replace("ended,", "ended - 1,")),
+    Bug("a wait is left out", DISPATCHES, UNSEEN, UNSEEN.replace("ended", "ended - 1")),
+    Bug("a wait is left out where tables are counted", MANY_DISPATCHES, UNSEEN, UNSEEN.replace("ended", "ended - 1")),
+    Bug("a wait that is not needed", ONE, UNSEEN, "if True:"),
+    Bug("more is told than has ended", DISPATCHES, TELL, TELL.replace("ended", "ended + 1")),
+    Bug("less is told than has ended", DISPATCHES, TELL, TELL.replace("ended", "ended - 1")),
+    Bug("nobody tells", DISPATCHES, "min_amax, tl.num_programs(0) - 1, R", "min_amax, tl.num_programs(0), R"),
+    Bug("nobody tells where tables are counted", MANY_DISPATCHES, "epoch, min_amax, 0, R", "epoch, min_amax, -1, R"),
+    Bug("what is told is not told to all", DISPATCHES, TELL, TELL.replace("everyone", "everyone * 0")),
+    Bug(
+        "flags of the wrong kind",
+        DISPATCHES,
+        "DISPATCHES_SEEN, PULLED, epoch - 1",
+        "DISPATCHES_SEEN, READY, epoch - 1",
+    ),
+    Bug(
+        "a dispatch waits for itself",
+        DISPATCHES,
+        "DISPATCHES_SEEN, PULLED, epoch - 1",
+        "DISPATCHES_SEEN, PULLED, epoch",
+    ),
+    Bug("combines are taken for dispatches", ONE, "DISPATCHES_SEEN, PULLED,", "COMBINES_SEEN, PULLED,"),
+    Bug("more combines are seen than there were", COMBINES, SEE_COMBINES, SEE_COMBINES[:-1] + " + 1)"),
+    Bug("combines that have ended are not seen", ONE, SEE_COMBINES, "pass"),
+    Bug(
+        "dispatches are seen as combines", COMBINES, SEE_COMBINES, SEE_COMBINES.replace("+ COMBINES)", "+ DISPATCHES)")
+    ),
     # inputs
-    Bug(
-        "inputs overwritten while others read",
-        MANY_REUSED,
-        "    wait_all(flags, PULLED, epoch - 1, error, budget_ns, R, LANES)\n",
-        "",
-    ),
-    Bug(
-        "waits for an older dispatch to be read",
-        MANY_REUSED,
-        "wait_all(flags, PULLED, epoch - 1,",
-        "wait_all(flags, PULLED, epoch - 2,",
-    ),
     Bug(
         "inputs announced before they are there",
         MANY,
-        "publish(flags, deltas, READY, epoch, my_rank, R, LANES)\n    wait_all(flags, READY, epoch, error, budget_ns, "
-        "R, LANES)\n    per_rank",
-        "publish(flags, deltas, READY, epoch + 1, my_rank, R, LANES)\n    wait_all(flags, READY, epoch, error, "
-        "budget_ns, R, LANES)\n    per_rank",
+        READY + "    per_rank",
+        READY.replace("READY, epoch, my", "READY, epoch + 1, my") + "    per_rank",
     ),
     Bug(
         "lists of others are not waited for",
@@ -199,10 +173,10 @@ DISPATCH_BUGS = [
     Bug(
         "staged rows are not waited for",
         ONE,
-        "            publish(flags, deltas, READY, epoch, my_rank, R, LANES)\n    wait_all(flags, READY, epoch, error, "
-        "budget_ns, R, LANES)\n",
-        "            publish(flags, deltas, READY, epoch, my_rank, R, LANES)\n",
+        "    " + READY + "\n\n@triton.jit(do",
+        "    " + READY.partition("\n")[0] + "\n\n\n@triton.jit(do",
     ),
+    Bug("stagers without tokens are waited for", Calls(BF16, True, "DC", 4, [[0, 12]]), "tl.maximum(n, 1)", "n"),
     Bug(
         "reused tables: rows are not waited for",
         MANY_REUSED,
@@ -223,7 +197,7 @@ DISPATCH_BUGS = [
     ),
     Bug(
         "last columns of a row are not staged",
-        LONG_ROWS,
+        Calls(LONG_ROWS.sizes, False, "DC"),
         "num_groups: tl.constexpr = (H + 127) // 128",
         "num_groups: tl.constexpr = H // 128",
     ),
@@ -257,7 +231,7 @@ DISPATCH_BUGS = [
     ),
     Bug(
         "the next part starts anew",
-        Calls(Sizes(2, 12, 8, 300, 16), True, 1),
+        Calls(Sizes(2, 12, 8, 300, 16), True, "DC"),
         "        next_row += tl.sum(hit, 0)\n",
         "",
     ),
@@ -267,12 +241,15 @@ DISPATCH_BUGS = [
         "blocks = (total + (ALIGN - 1)) // ALIGN\n",
         "blocks = total // ALIGN\n",
     ),
-    Bug("pairs of others get a row", ONE, "tl.where(mine, row, -1)", "row"),
+    Bug("pairs of others get a row", ONE, "tl.where(mine, row, tl.where(", "tl.where(mask, row, tl.where("),
+    Bug("pairs of no expert are another rank's", ONE, "tl.where(elsewhere, ELSEWHERE, NOWHERE)", "ELSEWHERE"),
+    Bug("pairs of other ranks are nobody's", ONE, "tl.where(elsewhere, ELSEWHERE, NOWHERE)", "NOWHERE"),
+    Bug("pairs of no expert have one", ONE, "elsewhere = named & (mine == 0)", "elsewhere = mine == 0"),
     Bug(
         "slots beyond K",
         ONE,
-        "mask = (token < end) & (slot < K)\n        expert, mine, place",
-        "mask = token < end\n        expert, mine, place",
+        "mask = (token < end) & (slot < K)\n        expert, mine, named, place",
+        "mask = token < end\n        expert, mine, named, place",
     ),
     Bug("rows beyond the capacity", overflow, "mine = mine & (row < capacity)", "mine = mine & (row < capacity + 128)"),
     Bug("counts beyond the capacity", overflow, "tl.maximum(tl.minimum(total, capacity - starts), 0)", "total"),
@@ -285,7 +262,9 @@ DISPATCH_BUGS = [
         "source = peer(words, delta, 4) + token64 * WORDS",
         "source = words + token64 * WORDS",
     ),
-    Bug("rows only for the last slot", ONE, "last = tl.maximum(last, tl.load(", "last = tl.minimum(last, tl.load("),
+    Bug("rows only for the last slot", ONE, "last = tl.maximum(last, row)", "last = row"),
+    Bug("slots in turns", NARROW, KEPT + "row", KEPT.replace("rows[k]", "rows[0]") + "row"),
+    Bug("scales of the first slot", NARROW, KEPT + "group", KEPT.replace("rows[k]", "rows[0]") + "group"),
     Bug(
         "columns of the first piece only",
         LONG_ROWS,
@@ -330,95 +309,14 @@ DISPATCH_BUGS = [
         "total = tl.zeros([BINS], tl.int32)",
     ),
     Bug("the end of a dispatch is not counted", ONE, "    end_program(state + DISPATCHES)\n", ""),
-    Bug(
-        "a dispatch is told to have ended before it has",
-        MANY_REUSED,
-        "epochs_ended(state + DISPATCHES), my_rank",
-        "epochs_ended(state + DISPATCHES) + 1, my_rank",
-    ),
-    Bug(
-        "reads are not told",
-        MANY_REUSED,
-        "    publish(flags, deltas, PULLED, epochs_ended(state + DISPATCHES), my_rank, RANKS, LANES)\n",
-        "",
-    ),
-]
-
-COMBINE_BUGS = [
-    Bug(
-        "slots overwritten while they are summed",
-        COMBINES,
-        "        wait_all(flags, REDUCED, epoch - 1, error, budget_ns, R, LANES)\n",
-        "",
-    ),
-    Bug(
-        "results are not waited for",
-        MANY,
-        "        wait_all(flags, SCATTERED, epoch, error, budget_ns, R, LANES)\n",
-        "",
-    ),
-    Bug(
-        "results are not told",
-        ONE,
-        "tl.num_programs(0)):\n            publish(flags, deltas, SCATTERED, epoch, my_rank, R, LANES)\n",
-        "tl.num_programs(0)):\n            pass\n",
-    ),
-    Bug(
-        "sums are not told",
-        COMBINES,
-        "    publish(flags, deltas, REDUCED, epochs_ended(state + COMBINES), my_rank, RANKS, LANES)\n",
-        "",
-    ),
-    Bug(
-        "a combine is told to have ended before it has",
-        COMBINES,
-        "epochs_ended(state + COMBINES), my_rank",
-        "epochs_ended(state + COMBINES) + 1, my_rank",
-    ),
-    Bug("the end of a combine is not counted", ONE, "        end_program(state + COMBINES)\n", "        pass\n"),
-    Bug("results into my own slots", ONE, "target = peer(slots, tl.load(deltas + source), 4)", "target = slots"),
-    Bug(
-        "results into the first slot",
-        ONE,
-        "place = (k * max_tokens.to(tl.int64) + token)[:, None] * WORDS",
-        "place = token[:, None] * WORDS",
-    ),
-    Bug(
-        "another rank's tokens",
-        ONE_FP8,
-        "source = (my_rank + 1 + turn % (R - 1)) % R",
-        "source = (my_rank + turn % (R - 1)) % R",
-    ),
-    Bug("own rows are taken from slots", ONE, "here = expert // LOCAL == my_rank", "here = expert < 0"),
-    Bug(
-        "slots without an expert are summed",
-        ONE,
-        "there = (expert >= 0) & (expert < num_experts)\n",
-        "there = mask\n",
-    ),
-    Bug(
-        "sums in bf16",
-        ONE,
-        "total += near.to(tl.float32) + far.to(tl.float32)",
-        "total += (near + far).to(tl.bfloat16).to(tl.float32) * 1.01",
-    ),
-    Bug(
-        "weights to the wrong pair",
-        ONE,
-        "tl.store(peer(slot_weights, tl.load(deltas + source), 4) + pair, value",
-        "tl.store(peer(slot_weights, tl.load(deltas + source), 4) + pair // K * K, value",
-    ),
-    Bug(
-        "weights of nothing",
-        ONE,
-        "tl.load(slot_weights + pair, mask=sent, other=0.0)",
-        "tl.load(slot_weights + pair, mask=mask, other=0.0)",
-    ),
 ]
 
 
 @pytest.mark.parametrize(
-    "case", [ONE, ONE_FP8, MANY, MANY_FP8, REUSED, MANY_REUSED, COMBINES, LONG_ROWS, overflow, missing], ids=range(10)
+    "case",
+    [ONE, ONE_FP8, MANY, MANY_FP8, REUSED, MANY_REUSED, DISPATCHES, MANY_DISPATCHES, SHOWN, COMBINES, LONG_ROWS, NARROW]
+    + [overflow, missing],
+    ids=range(14),
 )
 def test_cases_pass_without_a_bug(case):
     for policy, seed in SCHEDULES:
@@ -428,8 +326,3 @@ def test_cases_pass_without_a_bug(case):
 @pytest.mark.parametrize("bug", DISPATCH_BUGS, ids=str)
 def test_bug_of_the_dispatch_is_caught(bug):
     assert_caught(triton_dispatch, bug, helpers=(triton_flags,))
-
-
-@pytest.mark.parametrize("bug", COMBINE_BUGS, ids=str)
-def test_bug_of_the_combine_is_caught(bug):
-    assert_caught(triton_combine, bug, helpers=(triton_flags,))

@@ -1,12 +1,17 @@
 """The exchange's protocol as a small model: which rank may touch what when, and nothing of how.
 
-Every rank runs a list of movements, "D" (dispatch) or "C" (combine), each a list of atomic steps:
+Every rank runs a list of movements, "D" (dispatch), "C" (combine) or "M" (a mega-kernel's call), each a list of atomic
+steps:
 
-    both: tell everyone which dispatches and combines have ended here (PULLED, REDUCED)
-    D: wait until all have ended the dispatch before; write my tokens; write my lists everywhere; raise READY
-       everywhere; wait for everyone's READY; read everyone's lists and tokens
-    C: wait until all have ended the combine before; write everyone's slots; raise SCATTERED everywhere; wait for
-       everyone's SCATTERED; read my slots
+    D: write my tokens; write my lists everywhere; raise READY everywhere; wait for everyone's READY; read everyone's
+       lists and tokens
+    C: write everyone's slots of the first part; raise SCATTERED everywhere; the same for the second part; for each part
+       that I have tokens of: wait for everyone's SCATTERED, read my slots. The last rank has none of the second part.
+    M: as D, but what is read last are the tokens; then as C, with one part for both
+
+Before it writes, a rank must know that all have ended the movement of that kind before. A flag of the other kind that
+everyone has raised since has shown it (``SEEN``); else it tells everyone that it has ended its own (PULLED, REDUCED)
+and waits for everyone's. M's writes to slots follow READY.
 
 What is written is the number of the movement, so that a read sees whether it is the right one. Writes take two steps,
 with nothing valid in between.
@@ -20,6 +25,8 @@ from dataclasses import dataclass
 
 TORN = -1
 """What a place holds while it is being written."""
+
+PARTS = 2
 
 
 @dataclass(frozen=True)
@@ -35,45 +42,83 @@ class Violation(AssertionError):
     """A rank read something else than it should, or no rank could go on."""
 
 
-def steps_of(rank: int, ranks: int, movements: Sequence[str], left_out: frozenset[str] = frozenset()) -> list[Step]:
-    """The steps of a rank. ``left_out``: names of flags whose waits are dropped, to see that they are needed."""
+def steps_of(rank: int, ranks: int, movements: Sequence[str], wrong: frozenset[str] = frozenset()) -> list[Step]:
+    """The steps of a rank.
+
+    ``wrong``, to see that a rule is needed: names of flags whose waits are dropped ("SCATTERED 1": for the second
+    part), "DISPATCHES_SEEN" or "COMBINES_SEEN" (one more is taken for seen than is), "early READY", "early SCATTERED"
+    (raised before the last write).
+    """
     out: list[Step] = []
-    numbers = {"D": 0, "C": 0}
+    # Movements that have ended here, and that all are known to have ended.
+    ended, seen = {"D": 0, "C": 0}, {"D": 0, "C": 0}
     everyone = range(ranks)
 
-    def wait(flag: str, number: int) -> None:
-        if flag not in left_out:
+    def wait(flag: str, number: int, part: str = "") -> None:
+        if flag + part not in wrong:
             out.extend(Step("wait", (flag, rank, other), number) for other in everyone)
 
     def write(place: tuple, number: int) -> None:
         out.extend((Step("write", place, TORN), Step("write", place, number)))
 
     def raise_flag(flag: str, number: int) -> None:
-        out.extend(Step("write", (flag, other, rank), number) for other in everyone)
+        raised = [Step("write", (flag, other, rank), number) for other in everyone]
+        if f"early {flag}" in wrong:
+            out[-1:-1] = raised
+        else:
+            out.extend(raised)
+
+    def wait_until_ended(kind: str, flag: str) -> None:
+        if seen[kind] < ended[kind]:
+            raise_flag(flag, ended[kind])
+            wait(flag, ended[kind])
+
+    def send() -> None:
+        wait_until_ended("D", "PULLED")
+        number = ended["D"] + 1
+        write(("tokens", rank), number)
+        for other in everyone:
+            write(("lists", other, rank), number)
+        raise_flag("READY", number)
+        wait("READY", number)
+        seen["C"] = ended["C"] + ("COMBINES_SEEN" in wrong)
+        out.extend(Step("read", ("lists", rank, other), number) for other in everyone)
+        out.extend(Step("read", ("tokens", other), number) for other in everyone)
+
+    def scatter(parts: Sequence[int]) -> int:
+        number = ended["C"] + 1
+        for part in parts:
+            for other in everyone:
+                if part == 0 or other < ranks - 1:
+                    write(("slots", part, other, rank), number)
+        raise_flag("SCATTERED", ended["C"] * PARTS + max(parts) + 1)
+        return number
+
+    def take(part: int, number: int, announced: int) -> None:
+        if part == 0 or rank < ranks - 1:
+            wait("SCATTERED", (number - 1) * PARTS + announced + 1, f" {announced}" if announced else "")
+            out.extend(Step("read", ("slots", part, rank, other), number) for other in everyone)
 
     for movement in movements:
-        raise_flag("PULLED", numbers["D"])
-        raise_flag("REDUCED", numbers["C"])
-        numbers[movement] += 1
-        number = numbers[movement]
         if movement == "D":
-            wait("PULLED", number - 1)
-            write(("tokens", rank), number)
-            for other in everyone:
-                write(("lists", other, rank), number)
-            raise_flag("READY", number)
-            wait("READY", number)
-            for other in everyone:
-                out.append(Step("read", ("lists", rank, other), number))
-                out.append(Step("read", ("tokens", other), number))
+            send()
+            ended["D"] += 1
+        elif movement == "C":
+            wait_until_ended("C", "REDUCED")
+            for part in range(PARTS):
+                number = scatter([part])
+            for part in range(PARTS):
+                take(part, number, part)
+            seen["D"] = ended["D"] + ("DISPATCHES_SEEN" in wrong)
+            ended["C"] += 1
         else:
-            wait("REDUCED", number - 1)
-            for other in everyone:
-                write(("slots", other, rank), number)
-            raise_flag("SCATTERED", number)
-            wait("SCATTERED", number)
-            for other in everyone:
-                out.append(Step("read", ("slots", rank, other), number))
+            send()
+            number = scatter(range(PARTS))
+            for part in range(PARTS):
+                take(part, number, PARTS - 1)
+            seen["D"] = ended["D"] + 1 + ("DISPATCHES_SEEN" in wrong)
+            ended["D"] += 1
+            ended["C"] += 1
     return out
 
 
@@ -108,18 +153,18 @@ class _State:
         return self.counters, frozenset(self.memory.items())
 
 
-def _start(ranks: int, movements: Sequence[str], left_out: frozenset[str]) -> _State:
-    programs = [steps_of(rank, ranks, movements, left_out) for rank in range(ranks)]
+def _start(ranks: int, movements: Sequence[str], wrong: frozenset[str]) -> _State:
+    programs = [steps_of(rank, ranks, movements, wrong) for rank in range(ranks)]
     return _State(programs, (0,) * ranks, {})
 
 
-def explore_all(ranks: int, movements: Sequence[str], left_out: frozenset[str] = frozenset()) -> int:
+def explore_all(ranks: int, movements: Sequence[str], wrong: frozenset[str] = frozenset()) -> int:
     """Every interleaving; returns how many states there are.
 
     Raises:
         Violation: in some interleaving.
     """
-    start = _start(ranks, movements, left_out)
+    start = _start(ranks, movements, wrong)
     seen, todo = {start.key()}, [start]
     while todo:
         state = todo.pop()
@@ -135,7 +180,7 @@ def explore_all(ranks: int, movements: Sequence[str], left_out: frozenset[str] =
 
 
 def explore_some(
-    ranks: int, movements: Sequence[str], walks: int, seed: int, left_out: frozenset[str] = frozenset()
+    ranks: int, movements: Sequence[str], walks: int, seed: int, wrong: frozenset[str] = frozenset()
 ) -> None:
     """Random interleavings, in which ranks run ahead of others by bursts.
 
@@ -144,7 +189,7 @@ def explore_some(
     """
     draw = random.Random(seed)
     for _ in range(walks):
-        state = _start(ranks, movements, left_out)
+        state = _start(ranks, movements, wrong)
         while not state.done():
             ready = state.ready()
             if not ready:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megamoe.config import MoEConfig
-from megamoe.kernels import peer_rows
+from megamoe.kernels import flag_words, peer_rows
 from megamoe.kernels.layout import layout_pairs
 from megamoe.kernels.peer_rows import Launch, PeerMemory, RowTable, peer_memory
 from megamoe.kernels.quant import quantize_rowwise
@@ -42,7 +43,10 @@ class Sizes:
 
 
 class World:
-    """The symmetric allocations of all ranks, and their launches to be run together."""
+    """The symmetric allocations of all ranks, and their launches to be run together.
+
+    ``movements``: what all ranks have been given so far: D dispatch, C combine, M a mega-kernel's call.
+    """
 
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
@@ -52,6 +56,9 @@ class World:
         self.allocations = [torch.zeros(used, dtype=torch.uint8) for _ in range(sizes.ranks)]
         self.memories = [self._memory(rank) for rank in range(sizes.ranks)]
         self.streams: list[list] = [[] for _ in range(sizes.ranks)]
+        self.movements = ""
+        for rank in range(sizes.ranks):
+            self.forget_slots(rank)
 
     def _memory(self, rank: int) -> PeerMemory:
         base = self.allocations[rank].data_ptr()
@@ -65,6 +72,12 @@ class World:
     def add(self, rank: int, launches: Sequence[Launch]) -> None:
         for launch in launches:
             self.streams[rank].append((launch.kernel, launch.grid, (), {**launch.arguments, **launch.options}))
+
+    def forget_slots(self, rank: int, _: Simulation | None = None) -> None:
+        """Nobody reads a rank's slots until they are written anew: NaN."""
+        memory = self.memories[rank]
+        memory.slots.view(torch.bfloat16).fill_(float("nan"))
+        memory.slot_weights.fill_(float("nan"))
 
     def run(self, policy: str = "random", seed: int = 0, **options) -> Simulation:
         """Runs what was added; the memory stays for the next run."""
@@ -145,6 +158,7 @@ def add_dispatch(
 ) -> None:
     """Adds a dispatch of each rank's tokens, with poisoned results."""
     sizes, dtype = world.sizes, FP8 if world.sizes.fp8 else torch.bfloat16
+    world.movements += "D" if ranks is None else ""
     for rank in range(sizes.ranks) if ranks is None else ranks:
         mine, memory = tokens[rank], world.memories[rank]
         rows = capacity or world.plan.most_rows
@@ -184,6 +198,7 @@ def add_combine(
 ) -> None:
     """Adds a combine of each rank's ``rows``, or one number of each, with poisoned results."""
     sizes = world.sizes
+    world.movements += "C" if ranks is None else ""
     for rank in range(sizes.ranks) if ranks is None else ranks:
         mine = tokens[rank]
         count = mine.x.shape[0]
@@ -202,6 +217,82 @@ def add_combine(
             all_sms=sms,
         )
         world.add(rank, launches)
+        world.streams[rank].append(functools.partial(world.forget_slots, rank))
+
+
+@dataclass
+class Done:
+    """A dispatch of all ranks' tokens, and the rows of a combine by its table."""
+
+    tokens: list[Tokens]
+    rows: list[torch.Tensor] | None = None
+
+
+def add_movements(
+    world: World, movements: str, counts: Sequence[Sequence[int]], routings: Sequence[str], sms: int = SMS
+) -> list[Done]:
+    """Adds movements: D dispatch, P a table without rows, R rows by the table before, C combine.
+
+    A combine takes the first dispatch that has had none, or else the last one again. Each dispatch has other tokens:
+    the next of ``counts`` and ``routings``, in turns.
+    """
+    done: list[Done] = []
+    dispatches, combined = [], 0
+    for movement in movements:
+        if movement in "DP":
+            turn = len(dispatches)
+            tokens = make_tokens(world.sizes, counts[turn % len(counts)], routings[turn % len(routings)])
+            add_dispatch(world, tokens, move=movement == "D", sms=sms)
+            dispatches.append(tokens)
+            done.append(Done(tokens))
+        elif movement == "R":
+            add_dispatch(world, dispatches[-1], reuse=True, sms=sms)
+        else:
+            tokens = [replace(mine) for mine in dispatches[min(combined, len(dispatches) - 1)]]
+            combined += 1
+            # Results of the experts do not depend on the rows here, so that all runs in one simulation.
+            rows = expert_results(world, tokens)
+            add_combine(world, tokens, rows, [mine.table.row_weights for mine in tokens], sms=sms)
+            done.append(Done(tokens, rows))
+    return done
+
+
+def check_movements(world: World, done: list[Done]) -> None:
+    """Every result bit for bit, and no wait that was not needed."""
+    assert not any(any(error) for error in world.errors)
+    for each in done:
+        if each.rows is None:
+            check_dispatch(world, each.tokens)
+        else:
+            check_combine(world, each.tokens, each.rows)
+            check_returned_weights(world, each.tokens)
+    check_told(world)
+
+
+def check_told(world: World) -> None:
+    """Ranks have told that they have ended a movement where two of a kind follow one another, and only there."""
+    dispatches = combines = dispatches_seen = combines_seen = pulled = reduced = 0
+    for movement in world.movements:
+        if movement in "DM":
+            if dispatches_seen < dispatches:
+                pulled = dispatches
+            combines_seen = combines
+            dispatches += 1
+        if movement == "C" and combines_seen < combines:
+            reduced = combines
+        if movement in "CM":
+            dispatches_seen = dispatches
+            combines += 1
+    ranks = world.sizes.ranks
+    for memory in world.memories:
+        flags = memory.flags.view(-1, flag_words.MAX_RANKS, flag_words.LINE_WORDS)[:, :ranks, 0]
+        assert flags[flag_words.PULLED].tolist() == [pulled] * ranks
+        assert flags[flag_words.REDUCED].tolist() == [reduced] * ranks
+        assert memory.state[flag_words.DISPATCHES_SEEN] == dispatches_seen
+        assert memory.state[flag_words.COMBINES_SEEN] == combines_seen
+        # Tickets and counters are as good as new.
+        assert not memory.state[flag_words.NEXT_TOKENS :].any() and not memory.state[flag_words.STAGED_TICKET]
+        assert not memory.state[flag_words.SUMMED_TICKET]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A layer of FP8 experts in plain torch, and DeepGEMM's mega MoE as far as its contract goes; faults can be planted."""
+"""A layer of experts in plain torch, and DeepGEMM's mega MoE as far as its contract goes; faults can be planted."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from tests.support import plain_fp8
 
 
 def plain_layer(weights: MegaWeights, x: torch.Tensor, routing: Routing, group: int = 128) -> torch.Tensor:
-    """fp64 ``[T, H]``, expert by expert; activations are cast in blocks of ``group``."""
+    """fp64 ``[T, H]``, expert by expert; activations are cast, to FP8 in blocks of ``group``."""
 
     def cast(rows: torch.Tensor, width: int) -> torch.Tensor:
+        if not weights.fp8:
+            return rows.bfloat16().double()
         scales = plain_fp8.spread(plain_fp8.block_scales(rows, (1, width)), (1, width), rows.shape)
         # In fp32, by the reciprocal, as the numerics say: BF16 tokens have exact ties.
         return plain_fp8.round_e4m3((rows.float() * scales.float().reciprocal()).double()) * scales
 
-    def decoded(w: Fp8Tensor, expert: int) -> torch.Tensor:
+    def decoded(w: Fp8Tensor | torch.Tensor, expert: int) -> torch.Tensor:
+        if not weights.fp8:
+            return w[expert].double()
         return w.codes[expert].double() * plain_fp8.spread(w.scales[expert].double(), w.block, w.codes[expert].shape)
 
     out = torch.zeros(x.shape, dtype=torch.float64)
     rows = cast(x.double(), 128)
-    for expert in range(weights.up.codes.shape[0]):
+    for expert in range(weights.experts):
         for token, slot in (routing.topk_index == expert).nonzero().tolist():
             gate, up = (rows[token] @ decoded(weights.up, expert).t()).chunk(2)
             act = cast((gate * gate.sigmoid() * up * routing.topk_weights[token, slot])[None], group)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
+from megamoe import MoE
 from megamoe.comm.peer import PeerExchange
+from megamoe.comm.symm import SymmetricBuffer
 from megamoe.kernels.peer_rows import PeerMemory
+from megamoe.layers.replicas import ExpertSlots
+from megamoe.placement import ExpertPlacement
 from megamoe.plan import MemoryPlan
 from tests.support.exchange_sim import SMS, Sizes, World
 
@@ -17,16 +23,20 @@ LIMIT = 120.0
 """Seconds that ranks wait for each other; a failed rank ends the others' waits at once."""
 
 
-class SimulatedBuffer:
-    """Stands for a ``SymmetricBuffer``: every movement of all ranks is run to its end, together."""
+class SimulatedBuffer(SymmetricBuffer):
+    """Every movement of all ranks is run to its end, together."""
 
     def __init__(self, world: World, rank: int, meeting: threading.Barrier):
         self._world, self._rank, self._meeting = world, rank, meeting
-        self.plan, self.device = world.plan, torch.device("cpu")
+        self.plan, self.device, self.rank = world.plan, torch.device("cpu"), rank
+        self.attached = {}
 
     def lend(self, plan: MemoryPlan) -> PeerMemory:
         assert plan == self.plan
         return self._world.memories[self._rank]
+
+    def _memory(self) -> torch.Tensor:
+        return self._world.allocations[self._rank]
 
     def run(self, launches) -> None:
         self._world.add(self._rank, launches)
@@ -72,3 +82,16 @@ def run_peers(sizes: Sizes, function: Callable[..., Any], *args: Any, **options:
     world_errors = [error for error in world.errors if any(error)]
     assert not world_errors, world_errors
     return results
+
+
+def on_rank(full: MoE, rank: int, exchange: PeerExchange) -> MoE:
+    """The layer of a rank: its part of the experts of a layer on one rank, and their exchange."""
+    moe = copy.deepcopy(full)
+    local = exchange.num_local_experts
+    for name, parameter in list(moe.experts.named_parameters(recurse=False)):
+        setattr(moe.experts, name, nn.Parameter(parameter.detach()[rank * local : (rank + 1) * local].clone()))
+    moe.experts.exchange = exchange
+    moe.experts.slots = ExpertSlots(
+        ExpertPlacement.even(exchange.num_experts, exchange.memory_plan.ep_size), rank, torch.device("cpu")
+    )
+    return moe

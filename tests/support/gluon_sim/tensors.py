@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from triton.experimental.gluon import language as gl
 
-from .errors import SimError
+from .errors import SimError, Unsupported
 from .values import GL_DTYPES, TORCH_DTYPES, Bit, Int32, Int64, Pointer, fits_int32, unwrap, value
 
 
@@ -222,6 +222,10 @@ def _extreme(of_floats: Callable, keeping_nan: Callable, of_scalars: Callable) -
 
 def where(condition, a, b, **_):
     condition = unwrap(condition)
+    if isinstance(a, Pointer):
+        if a.type != b.type or a.shape or b.shape or isinstance(condition, Tensor):
+            raise Unsupported("gluon_sim chooses between scalar pointers to one type, by a scalar")
+        return a if condition else b
     mask = condition.v.to(torch.bool) if isinstance(condition, Tensor) else torch.tensor(bool(condition))
     return value(torch.where(mask, *promote(a, b)))
 
