@@ -5,6 +5,7 @@ from megamoe.errors import ExchangeError, MegaMoEError, MegaMoETypeError, MegaMo
 from megamoe.layers.balance import set_aux_loss_scale, update_expert_biases
 from megamoe.layers.decode import DecodeRunner
 from megamoe.layers.experts import Experts
+from megamoe.layers.fused import mega_moe
 from megamoe.layers.moe import MoE
 from megamoe.layers.parallel import average_gradients, clip_grad_norm_, expert_parameters
 from megamoe.layers.rebalance import expert_load, rebalance
@@ -35,6 +36,7 @@ __all__ = [
     "clip_grad_norm_",
     "expert_load",
     "expert_parameters",
+    "mega_moe",
     "rebalance",
     "save_routing",
     "set_aux_loss_scale",

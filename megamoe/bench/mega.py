@@ -3,6 +3,9 @@
 Run: torchrun --standalone --nproc-per-node 2 -m megamoe bench mega [--tokens 1,8,128] [--sweep]; without torchrun on
 one GPU. From BF16 tokens and their routing to BF16 results, casts included. Results are compared with a reference and
 with each other before anything is timed. Times are those of CUDA-graph replays, interleaved, the slowest rank's.
+
+With --precision bf16 there is no such kernel of DeepGEMM's, but separate kernels over NVLink and over NCCL. The latter
+reads counts back, so that no graph holds it: it is timed call by call.
 """
 
 from __future__ import annotations
@@ -21,37 +24,39 @@ from megamoe.bench.mega_cases import BF16, MegaCase, MegaProblem, MegaWeights, c
 from megamoe.bench.mega_peer import PeerLayer, PeerWeights, find_peer
 from megamoe.bench.ranks import largest, rank_of, size_of, started, world_size
 from megamoe.bench.tables import show, write_csv
-from megamoe.bench.timing import check_gpu, interleaved
+from megamoe.bench.timing import check_gpu, eager_microseconds, interleaved
 from megamoe.errors import fail_value
 from megamoe.kernels import reference
 from megamoe.kernels.mega_plan import MegaSettings
-from megamoe.types import Fp8Tensor, Routing
+from megamoe.types import Routing
 
 SAMPLE = 16
 """Tokens of each rank that are compared with the reference."""
 
 ERROR_LIMIT, PEER_ERROR_LIMIT = 3e-2, 8e-2
-"""Of a token of ours: a code that rounds the other way moves by a step of e4m3. The peer's scales cover 64 activations, so
-that all of its codes round differently (some 4 %), and a few tokens' errors may be larger: of all tokens together."""
+"""Of a token of ours: a code that rounds the other way moves by a step of e4m3. The peer's scales cover 64 activations,
+so that all its codes round differently (some 4 %), and a few tokens' errors may be larger: of all tokens together."""
 
 
 # ---------------------------------------------------------------- correctness
 
 
+def _cast(rows: torch.Tensor, weights: MegaWeights) -> torch.Tensor:
+    """fp32 values of ``rows`` in the precision of the weights."""
+    return reference.dequantize(reference.quantize(rows, (1, 128))) if weights.fp8 else rows.to(BF16).float()
+
+
 def contributions(weights: MegaWeights, first: int, x: torch.Tensor, routing: Routing) -> torch.Tensor:
     """fp32 ``[T, H]``: what experts ``first`` to ``first + e - 1`` add to each token, by the reference's arithmetic."""
-    rows = reference.dequantize(reference.quantize(x, (1, 128)))
+    rows = _cast(x, weights)
     total = torch.zeros_like(rows)
-    for expert in range(weights.up.codes.shape[0]):
+    for expert in range(weights.experts):
         token, slot = (routing.topk_index == first + expert).nonzero(as_tuple=True)
         if not token.numel():
             continue
-        up, down = (
-            reference.dequantize(Fp8Tensor(w.codes[expert], w.scales[expert], w.block))
-            for w in (weights.up, weights.down)
-        )
+        up, down = weights.expert(expert)
         act = reference.activate(rows[token] @ up.t(), "swiglu", None) * routing.topk_weights[token, slot, None]
-        act = reference.dequantize(reference.quantize(act, (1, 128)))
+        act = _cast(act, weights)
         total.index_add_(0, token, (act @ down.t()).to(BF16).float())
     return total
 
@@ -60,7 +65,7 @@ def expected_sample(
     weights: MegaWeights, x: torch.Tensor, routing: Routing, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Some of this rank's tokens, and their results by the reference. A collective: as many tokens on all ranks."""
-    ranks, rank, local = size_of(group), rank_of(group), weights.up.codes.shape[0]
+    ranks, rank, local = size_of(group), rank_of(group), weights.experts
     chosen = torch.linspace(0, x.shape[0] - 1, min(SAMPLE, x.shape[0]), device=x.device).round().long()
     parts = [x[chosen], routing.topk_index[chosen], routing.topk_weights[chosen]]
     if group is not None:
@@ -90,7 +95,9 @@ class Checker:
         self("staged", self.expected, ERROR_LIMIT)
 
     def __call__(self, name: str, out: torch.Tensor, limit: float) -> tuple[float, bool]:
-        """Relative error, of our worst token or of all of the peer's, of the worst rank, and whether the bits are the staged path's on all of them.
+        """(relative error, whether the bits are the staged path's on all ranks).
+
+        The error is that of the worst rank: of our worst token, or of all tokens of the peer's.
 
         Raises:
             RuntimeError: on all ranks, if one's results are wrong.
@@ -111,17 +118,19 @@ class Checker:
 # ---------------------------------------------------------------- measurements
 
 
-def variants(chosen: MegaSettings, sweep: bool) -> Iterator[tuple[str, MegaSettings]]:
+def variants(chosen: MegaSettings, sweep: bool, fp8: bool = True) -> Iterator[tuple[str, MegaSettings]]:
     """Settings to be measured, by name; the chosen ones first."""
     yield "mega", chosen
     if sweep:
         for group, lag in ((4, 2), (8, 1), (2, 2), (4, 1)):
             if (group, lag) != (chosen.group, chosen.lag):
                 yield f"mega {group},{lag}", replace(chosen, group=group, lag=lag)
-        for skew in (2, 3):
-            yield f"mega skew {skew}", replace(chosen, skew=skew)
+        for skew in (1, 2, 3):
+            if skew != chosen.skew:
+                yield f"mega skew {skew}", replace(chosen, skew=skew)
         yield "mega chunk 1024", replace(chosen, chunk=1024)
-        yield "mega turns", replace(chosen, turns=True)
+        if fp8:
+            yield "mega turns", replace(chosen, turns=True)
 
 
 @dataclass(frozen=True)
@@ -175,7 +184,12 @@ def measure(
             candidates["deep_gemm"]()
             problem.finish()
             figures["deep_gemm_error"] = f"{check('deep_gemm', peer_out, PEER_ERROR_LIMIT)[0]:.1e}"
-        return {**row_of(case, _timed(problem, candidates, ranks, rounds)), **figures}
+        times = _timed(problem, candidates, ranks, rounds)
+        if problem.collective is not None and not case.fp8:
+            check("nccl", problem.over_nccl(x, routing), ERROR_LIMIT)
+            alone = {"nccl": eager_microseconds(lambda: problem.over_nccl(x, routing), rounds)}
+            times |= largest(alone, ranks.group, problem.device)
+        return {**row_of(case, times), **figures}
     finally:
         # What the graphs held is free: _timed has returned.
         problem.buffer.close()
@@ -191,7 +205,7 @@ def sweep(case: MegaCase, weights: MegaWeights, ranks: Ranks, rounds: int) -> di
         x, routing = problem.tokens()
         check = Checker(problem, x, routing)
         candidates = {}
-        for name, settings in variants(problem.settings(), sweep=True):
+        for name, settings in variants(problem.settings(), sweep=True, fp8=case.fp8):
             out = torch.full_like(x, float("nan"))
             candidates[name] = problem.fused(x, routing, out, settings)
             candidates[name]()
@@ -204,7 +218,8 @@ def sweep(case: MegaCase, weights: MegaWeights, ranks: Ranks, rounds: int) -> di
 
 def row_of(case: MegaCase, times: dict[str, float]) -> dict[str, object]:
     """Times of a call, others' over the mega-kernel's, and TFLOPS of a GPU in the mean."""
-    row: dict[str, object] = {"shape": ",".join(map(str, case.shape)), "routing": case.routing, "tokens": case.tokens}
+    row: dict[str, object] = {"shape": ",".join(map(str, case.shape)), "precision": case.precision}
+    row |= {"routing": case.routing, "tokens": case.tokens}
     ours = times["mega"]
     row |= {f"{name}_us": round(value, 1) for name, value in times.items()}
     row |= {f"x_{name}": round(value / ours, 3) for name, value in times.items() if name != "mega"}
@@ -217,6 +232,7 @@ def regret_of(case: MegaCase, times: dict[str, float]) -> dict[str, object]:
     best, best_us = ranking[0]
     return {
         "shape": ",".join(map(str, case.shape)),
+        "precision": case.precision,
         "routing": case.routing,
         "tokens": case.tokens,
         "chosen_us": round(times["mega"], 1),
@@ -230,7 +246,8 @@ def regret_of(case: MegaCase, times: dict[str, float]) -> dict[str, object]:
 # ---------------------------------------------------------------- the command
 
 COLUMNS = (
-    *("shape", "routing", "tokens", "mega_us", "staged_us", "deep_gemm_us", "x_staged", "x_deep_gemm", "tflops"),
+    *("shape", "precision", "routing", "tokens", "mega_us", "staged_us", "nccl_us", "deep_gemm_us"),
+    *("x_staged", "x_nccl", "x_deep_gemm", "tflops"),
     *("same_bits", "error", "deep_gemm_error", "chosen_us", "best", "best_us", "regret_percent"),
 )
 
@@ -243,6 +260,7 @@ def run(
     rounds: int,
     sweeps: bool,
     peer: bool = True,
+    precisions: Sequence[str] = ("fp8",),
 ) -> list[dict[str, object]]:
     """Measures, and prints and writes ``mega.csv``, or ``mega_sweep.csv``, into ``folder`` from rank 0.
 
@@ -250,12 +268,12 @@ def run(
         MegaMoEError: an argument breaks a rule, or this machine cannot run the kernel.
         RuntimeError: somebody's results are wrong.
     """
-    wanted = cases(shapes, tokens, routings, world_size())
+    wanted = cases(shapes, tokens, routings, world_size(), precisions)
     check_gpu()
     from megamoe.kernels import mega
 
-    if not mega.SUPPORTED:
-        fail_value("triton", "3.8 or later", "must be 3.6 or 3.7 for the mega-kernel", "Install triton 3.6.")
+    if "fp8" in precisions and not mega.FP8_SUPPORTED:
+        fail_value("triton", "3.8 or later", "must be 3.6 or 3.7 for the mega-kernel in FP8", "Install triton 3.6.")
     begin = time.perf_counter()
     with started() as world:
         ranks = Ranks(world, world if size_of(world) > 1 else None, rank_of(world))
@@ -273,15 +291,16 @@ def _run(
     wanted: Sequence[MegaCase], module: ModuleType | None, ranks: Ranks, folder: Path, rounds: int, sweeps: bool
 ) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    shape, weights, peer = None, None, None
+    layer, weights, peer = None, None, None
     for case in wanted:
-        if case.shape != shape:
+        if (case.shape, case.precision) != layer:
             # The old ones first: two layers' weights need not fit.
             weights = peer = None
             torch.cuda.empty_cache()
             generator = torch.Generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(1 + ranks.rank)
-            shape, weights = case.shape, random_weights(case, size_of(ranks.group), generator)
-            peer = None if module is None else PeerWeights(module, weights.up, weights.down)
+            layer, weights = (case.shape, case.precision), random_weights(case, size_of(ranks.group), generator)
+            # It has no such kernel in BF16.
+            peer = PeerWeights(module, weights.up, weights.down) if module is not None and case.fp8 else None
         if sweeps:
             rows.append(regret_of(case, sweep(case, weights, ranks, rounds)))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,13 +10,15 @@ import torch
 import torch.distributed as dist
 
 from megamoe.bench.ranks import rank_of, size_of
+from megamoe.comm.collective import CollectiveExchange
 from megamoe.comm.peer import PeerExchange
 from megamoe.comm.symm import SymmetricBuffer
-from megamoe.config import MoEConfig
+from megamoe.config import PRECISIONS, MoEConfig
 from megamoe.errors import check_choice, check_int, fail_value
-from megamoe.kernels.gemm import grouped_fp8_gemm_nt
-from megamoe.kernels.gemm_swiglu import grouped_fp8_gemm_swiglu_nt
-from megamoe.kernels.mega_plan import MegaSettings, choose_settings, plan_mega
+from megamoe.kernels import reference
+from megamoe.kernels.gemm import grouped_bf16_gemm_nt, grouped_fp8_gemm_nt
+from megamoe.kernels.gemm_swiglu import grouped_bf16_gemm_swiglu_nt, grouped_fp8_gemm_swiglu_nt
+from megamoe.kernels.mega_plan import MegaSettings, Weight, choose_settings, plan_mega
 from megamoe.kernels.quant import quantize_blockwise
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.plan import plan_memory
@@ -40,6 +43,7 @@ class MegaCase:
     Attributes:
         routing: ``uniform``; ``zipf``: the n-th most popular expert is wanted n^-1 times as often as the first;
             ``one-hot``: all tokens go to one expert, and to no other.
+        precision: of tokens on their way, weights and activations: ``fp8`` or ``bf16``.
     """
 
     tokens: int
@@ -48,11 +52,16 @@ class MegaCase:
     experts: int = 64
     top_k: int = 8
     routing: str = "uniform"
+    precision: str = "fp8"
+
+    @property
+    def fp8(self) -> bool:
+        return self.precision == "fp8"
 
     @property
     def label(self) -> str:
         sizes = f"H={self.hidden} I={self.intermediate} E={self.experts} K={self.top_k}"
-        return f"T={self.tokens} {sizes} {self.routing}"
+        return f"T={self.tokens} {sizes} {self.routing} {self.precision}"
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -69,19 +78,24 @@ class MegaCase:
         return 6.0 * self.tokens * self.slots * self.hidden * self.intermediate
 
     def config(self) -> MoEConfig:
-        return MoEConfig(self.hidden, self.intermediate, self.experts, self.top_k, precision="fp8")
+        return MoEConfig(self.hidden, self.intermediate, self.experts, self.top_k, precision=self.precision)
 
     def calls(self, ranks: int) -> int:
         """How many a graph holds, the same on all ranks."""
         touched = min(self.experts // ranks, self.tokens * self.slots)
         microseconds = max(self.flops / 1e9, touched * 3 * self.hidden * self.intermediate / 4.3e6)
+        microseconds *= 1 if self.fp8 else 2
         return max(MIN_CALLS, min(MAX_CALLS, round(REPLAY_US / max(microseconds, 1.0))))
 
 
 def cases(
-    shapes: Sequence[Sequence[int]], tokens: Sequence[int], routings: Sequence[str], ranks: int
+    shapes: Sequence[Sequence[int]],
+    tokens: Sequence[int],
+    routings: Sequence[str],
+    ranks: int,
+    precisions: Sequence[str] = ("fp8",),
 ) -> list[MegaCase]:
-    """Every combination, shape by shape.
+    """Every combination, shape by shape, and for each precision by precision.
 
     Raises:
         MegaMoEError: an argument breaks a rule, or ``ranks`` ranks cannot run a case.
@@ -90,12 +104,14 @@ def cases(
         check_int("tokens", count, 1)
     for routing in routings:
         check_choice("routing", routing, ROUTINGS)
+    for precision in precisions:
+        check_choice("precision", precision, PRECISIONS)
     found = []
-    for shape in shapes:
+    for shape, precision in itertools.product(shapes, precisions):
         if len(shape) != 4:
             fail_value("shape", list(shape), "must be H, I, E and K", "Pass 7168,2048,64,8, say.")
         for routing in routings:
-            found += [MegaCase(count, *shape, routing) for count in tokens]
+            found += [MegaCase(count, *shape, routing, precision) for count in tokens]
     for case in found:
         plan_mega(plan_memory(case.config(), ranks, case.tokens), case.intermediate, sms=1)
     return found
@@ -118,19 +134,38 @@ def choose_experts(case: MegaCase, count: int, generator: torch.Generator) -> to
 
 @dataclass(frozen=True)
 class MegaWeights:
-    """Experts of one rank: codes ``[e, 2 I, H]`` and ``[e, H, I]`` in blocks of 128 x 128."""
+    """Experts of one rank: ``[e, 2 I, H]`` and ``[e, H, I]``, BF16 or codes in blocks of 128 x 128."""
 
-    up: Fp8Tensor
-    down: Fp8Tensor
+    up: Weight
+    down: Weight
+
+    @property
+    def fp8(self) -> bool:
+        return isinstance(self.up, Fp8Tensor)
+
+    @property
+    def experts(self) -> int:
+        """e"""
+        return (self.up.codes if isinstance(self.up, Fp8Tensor) else self.up).shape[0]
+
+    def expert(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both weights of an expert in fp32."""
+        return _expert(self.up, index), _expert(self.down, index)
+
+
+def _expert(weight: Weight, index: int) -> torch.Tensor:
+    if isinstance(weight, Fp8Tensor):
+        return reference.dequantize(Fp8Tensor(weight.codes[index], weight.scales[index], weight.block))
+    return weight[index].float()
 
 
 def random_weights(case: MegaCase, ranks: int, generator: torch.Generator) -> MegaWeights:
     """A rank's share of the experts, on the generator's device."""
 
-    def make(rows: int, columns: int) -> Fp8Tensor:
+    def make(rows: int, columns: int) -> Weight:
         shape = case.experts // ranks, rows, columns
-        weights = torch.randn(shape, dtype=BF16, device=generator.device, generator=generator)
-        return quantize_blockwise(weights.mul_(columns**-0.5))
+        weights = torch.randn(shape, dtype=BF16, device=generator.device, generator=generator).mul_(columns**-0.5)
+        return quantize_blockwise(weights) if case.fp8 else weights
 
     return MegaWeights(make(2 * case.intermediate, case.hidden), make(case.hidden, case.intermediate))
 
@@ -162,6 +197,7 @@ class MegaProblem:
         self.memory = self.buffer.lend(memory_plan)
         self.scratch = self.plan.views(torch.empty(self.plan.total, dtype=torch.uint8, device=self.device))
         self.exchange = PeerExchange(case.experts, self.buffer, capacity=self.plan.num_rows)
+        self.collective = None if group is None else CollectiveExchange(case.experts, group)
         self.generator = torch.Generator(self.device).manual_seed(seed + self.rank)
         self.weights = random_weights(case, self.ranks, self.generator) if weights is None else weights
 
@@ -175,7 +211,7 @@ class MegaProblem:
     def settings(self) -> MegaSettings:
         case = self.case
         return choose_settings(
-            tokens=case.tokens, ranks=self.ranks, top_k=case.top_k, num_experts=case.experts, sms=self.sms
+            tokens=case.tokens, ranks=self.ranks, top_k=case.top_k, num_experts=case.experts, sms=self.sms, fp8=case.fp8
         )
 
     def fused(self, x: torch.Tensor, routing: Routing, out: torch.Tensor, settings: MegaSettings) -> Callable[[], None]:
@@ -201,10 +237,20 @@ class MegaProblem:
 
     def staged(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The same layer in separate kernels."""
-        rows, handle = self.exchange.dispatch_once(x, routing, FP8)
+        rows, handle = self.exchange.dispatch_once(x, routing, FP8 if self.case.fp8 else BF16)
         groups = RowGroups.psum(handle.layout.ends.to(torch.int32))
-        act = grouped_fp8_gemm_swiglu_nt(rows, self.weights.up, groups, row_weights=handle.row_weights)
-        return self.exchange.return_rows(grouped_fp8_gemm_nt(act, self.weights.down, groups), handle, BF16)
+        first, second = grouped_fp8_gemm_swiglu_nt, grouped_fp8_gemm_nt
+        if not self.case.fp8:
+            first, second = grouped_bf16_gemm_swiglu_nt, grouped_bf16_gemm_nt
+        act = first(rows, self.weights.up, groups, row_weights=handle.row_weights)
+        return self.exchange.return_rows(second(act, self.weights.down, groups), handle, BF16)
+
+    def over_nccl(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """The same BF16 kernels between NCCL's exchanges: with a group only, and in no graph, for it reads counts."""
+        sent = self.collective.dispatch(x, routing, BF16)
+        groups = RowGroups.psum(sent.layout.ends.to(torch.int32))
+        act = grouped_bf16_gemm_swiglu_nt(sent.rows, self.weights.up, groups, row_weights=sent.row_weights)
+        return self.collective.combine(grouped_bf16_gemm_nt(act, self.weights.down, groups), sent.handle, BF16)
 
     def finish(self) -> None:
         """Waits for the device; raises if a call has failed."""

@@ -15,13 +15,13 @@ import triton
 
 from megamoe.kernels import triton_dispatch, triton_route
 from megamoe.kernels.formats import FP8_MAX, MIN_AMAX
-from megamoe.kernels.gluon import launch, mega_moe
-from megamoe.kernels.mega_plan import ROUTE_PROGRAMS, MegaPlan, MegaSettings, next_power_of_two
+from megamoe.kernels.gluon import launch, mega_bf16, mega_moe
+from megamoe.kernels.mega_plan import ROUTE_PROGRAMS, MegaPlan, MegaSettings, Weight, next_power_of_two
 from megamoe.kernels.peer_rows import WARPS, Launch, PeerMemory, flag_arguments, sum_slots
 from megamoe.types import Fp8Tensor
 
-SUPPORTED = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
-"""Whether the kernel compiles as it should: the assembler of triton 3.9 serialises its products."""
+FP8_SUPPORTED = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+"""Whether the FP8 kernel compiles as it should: the assembler of triton 3.9 serialises its products."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class MegaLaunch(Launch):
 
     @property
     def options(self) -> dict[str, Any]:
-        return dict(num_warps=self.num_warps, maxnreg=launch.OPTIONS["maxnreg"], enable_fp_fusion=True)
+        return {**launch.OPTIONS, "num_warps": self.num_warps}
 
 
 def call(
@@ -38,10 +38,10 @@ def call(
     settings: MegaSettings,
     memory: PeerMemory,
     scratch: Mapping[str, torch.Tensor],
-    tokens: torch.Tensor,
+    tokens: torch.Tensor | None,
     routing: tuple[torch.Tensor, torch.Tensor],
-    up: Fp8Tensor,
-    down: Fp8Tensor,
+    up: Weight,
+    down: Weight,
     out: torch.Tensor,
     *,
     num_experts: int,
@@ -54,9 +54,12 @@ def call(
     Args:
         memory: of the exchange, laid out for ``plan.memory``.
         scratch: ``plan.views`` of a rank's own memory, in any state.
-        tokens: ``[T, H]`` floating, with contiguous columns.
+        tokens: ``[T, H]`` floating, with contiguous columns. None: ``memory.rows`` holds them already, in BF16 or as
+            codes with scales in ``memory.scales``, fp32 ``[T, H / 128]``, written after a combine that followed the
+            last dispatch.
         routing: ``(index [T, K] int64, weights [T, K])``, both contiguous.
-        up, down: codes ``[e, 2 I, H]`` (gate rows, then up rows) and ``[e, H, I]`` in blocks of 128 x 128, contiguous.
+        up, down: ``[e, 2 I, H]`` (gate rows, then up rows) and ``[e, H, I]``, contiguous: BF16, or codes in blocks of
+            128 x 128.
         out: ``[T, H]``.
         num_experts: of all ranks.
         activation, clamp: as in ``MoEConfig``.
@@ -74,40 +77,43 @@ def route(
     settings: MegaSettings,
     memory: PeerMemory,
     scratch: Mapping[str, torch.Tensor],
-    tokens: torch.Tensor,
+    tokens: torch.Tensor | None,
     routing: tuple[torch.Tensor, torch.Tensor],
     *,
     num_experts: int,
     all_sms: int,
 ) -> list[Launch]:
-    """Tokens in FP8 and lists into symmetric memory, and the tables of rows and tiles; see ``call``."""
+    """Tokens and lists into symmetric memory, and the tables of rows and tiles; see ``call``."""
     index, weights = routing
-    num_tokens, top_k, local = tokens.shape[0], memory.top_k, plan.memory.num_local_experts
+    num_tokens, top_k, local = index.shape[0], memory.top_k, plan.memory.num_local_experts
+    move = tokens is not None
     padded_k, bins = next_power_of_two(top_k), max(16, next_power_of_two(local))
     pairs = memory.num_ranks * memory.max_tokens * padded_k
     common = flag_arguments(memory)
     staged = dict(
-        x=tokens,
-        x_stride=tokens.stride(0),
+        x=tokens if move else memory.error,
+        x_stride=tokens.stride(0) if move else 0,
         index=index,
         weights=weights,
         n=num_tokens,
         list_index=memory.list_index,
         list_weights=memory.list_weights,
-        rows=memory.rows.view(torch.float8_e4m3fn),
+        rows=memory.rows.view(torch.float8_e4m3fn if plan.memory.fp8 else torch.bfloat16),
         scales=memory.scales,
         num_experts=num_experts,
         max_tokens=memory.max_tokens,
         min_amax=MIN_AMAX,
         K=top_k,
         H=memory.hidden_size,
+        FP8=plan.memory.fp8,
         LARGEST=FP8_MAX,
+        ROWS=move,
     )
     block = max(128, min(1024, next_power_of_two(pairs)))
     counted = dict(KP=padded_k, LOCAL=local, BINS=bins, CHUNK=plan.chunk, BLOCK=block)
     launches, histograms = [], scratch["histograms"]
     if not plan.fused:
-        extra = dict(FP8=True, ROWS=True, LISTS=True, GROUPS=8)
+        extra = dict(LISTS=True, GROUPS=8)
         grid = max(1, min(num_tokens, 8 * all_sms))
         launches.append(Launch(triton_dispatch.stage_kernel, grid, {**common, **staged, **extra}, 4))
         arguments = dict(
@@ -131,7 +137,7 @@ def route(
         STAGE=plan.fused,
         TABLE=(triton_dispatch.COUNTED_HERE if plan.fused else triton_dispatch.COUNTED_BEFORE).value,
         SUB=min(max(padded_k, 8192 // bins), plan.chunk * padded_k),
-        GROUPS=WARPS,
+        GROUPS=min(4 * WARPS, next_power_of_two(-(-memory.hidden_size // 128))),
         UPS=plan.up_tiles,
         DOWNS=plan.down_tiles,
         BLOCKS=8,
@@ -149,22 +155,18 @@ def compute(
     settings: MegaSettings,
     memory: PeerMemory,
     scratch: Mapping[str, torch.Tensor],
-    up: Fp8Tensor,
-    down: Fp8Tensor,
+    up: Weight,
+    down: Weight,
     *,
     activation: str,
     clamp: float | None,
 ) -> Launch:
     """The mega-kernel itself, once ``route`` has made its tables; see ``call``."""
-    hidden, intermediate = plan.memory.hidden_size, plan.intermediate_size
-    rows, act = scratch["rows"], scratch["act"]
+    hidden, rows = plan.memory.hidden_size, scratch["rows"]
+    operands = _fp8_operands if plan.memory.fp8 else _bf16_operands
+    kernel, specific = operands(plan, settings, memory, scratch, up, down)
     arguments = dict(
-        rows_desc=launch.descriptor(rows, (64, 128)),
-        up_desc=launch.descriptor(up.codes.view(-1, hidden), (128, 128)),
-        act_desc=launch.descriptor(act, (64, 128)),
-        down_desc=launch.descriptor(down.codes.view(-1, intermediate), (128, 128)),
-        row_scales_desc=launch.descriptor(scratch["row_scales"], (1, 64), launch.SCALES_LAYOUT),
-        act_scales_desc=launch.descriptor(scratch["act_scales"], (1, 64), launch.SCALES_LAYOUT),
+        **specific,
         **{name: scratch[name] for name in ("tiles", "sizes", "row_source", "row_target", "row_weights")},
         pulled=scratch["pulled"],
         finished=scratch["finished"],
@@ -172,24 +174,59 @@ def compute(
         budget_ns=memory.budget_ns,
         deltas=memory.deltas,
         words=memory.rows.view(torch.int32),
-        scales=memory.scales,
         slots=memory.slots.view(torch.bfloat16),
         pool_words=rows.view(torch.int32),
-        pool_scales=scratch["row_scales"],
-        act_scales=scratch["act_scales"],
-        up_scales=up.scales,
-        down_scales=down.scales,
-        num_rows=plan.num_rows,
         clamp=0.0 if clamp is None else clamp,
         H=hidden,
-        INTER=intermediate,
+        INTER=plan.intermediate_size,
         STAGES=settings.stages,
         SKEW=settings.skew,
-        TURNS=settings.turns,
-        CHUNK=min(settings.chunk, triton.next_power_of_2(hidden // 4)),
+        CHUNK=min(settings.chunk, triton.next_power_of_2(hidden * rows.element_size() // 4)),
         ACTIVATION=launch.ACTIVATIONS[activation].value,
         CLAMP=clamp is not None,
         CONSUMER_REGISTERS=settings.consumer_registers,
         WORKER_REGISTERS=settings.worker_registers,
     )
-    return MegaLaunch(mega_moe.mega_moe_kernel, settings.sms, arguments, launch.OPTIONS["num_warps"])
+    return MegaLaunch(kernel, settings.sms, arguments, launch.OPTIONS["num_warps"])
+
+
+def _fp8_operands(
+    plan: MegaPlan,
+    settings: MegaSettings,
+    memory: PeerMemory,
+    scratch: Mapping[str, torch.Tensor],
+    up: Fp8Tensor,
+    down: Fp8Tensor,
+) -> tuple[Any, dict[str, Any]]:
+    return mega_moe.mega_moe_kernel, dict(
+        rows_desc=launch.descriptor(scratch["rows"], (64, 128)),
+        up_desc=launch.descriptor(up.codes.view(-1, plan.memory.hidden_size), (128, 128)),
+        act_desc=launch.descriptor(scratch["act"], (64, 128)),
+        down_desc=launch.descriptor(down.codes.view(-1, plan.intermediate_size), (128, 128)),
+        row_scales_desc=launch.descriptor(scratch["row_scales"], (1, 64), launch.SCALES_LAYOUT),
+        act_scales_desc=launch.descriptor(scratch["act_scales"], (1, 64), launch.SCALES_LAYOUT),
+        scales=memory.scales,
+        pool_scales=scratch["row_scales"],
+        act_scales=scratch["act_scales"],
+        up_scales=up.scales,
+        down_scales=down.scales,
+        num_rows=plan.num_rows,
+        TURNS=settings.turns,
+    )
+
+
+def _bf16_operands(
+    plan: MegaPlan,
+    settings: MegaSettings,
+    memory: PeerMemory,
+    scratch: Mapping[str, torch.Tensor],
+    up: torch.Tensor,
+    down: torch.Tensor,
+) -> tuple[Any, dict[str, Any]]:
+    return mega_bf16.mega_moe_bf16_kernel, dict(
+        rows_desc=launch.descriptor(scratch["rows"], (64, 64)),
+        up_desc=launch.descriptor(up.view(-1, plan.memory.hidden_size), (128, 64)),
+        act_desc=launch.descriptor(scratch["act"], (64, 64)),
+        down_desc=launch.descriptor(down.view(-1, plan.intermediate_size), (128, 64)),
+        store_desc=launch.descriptor(scratch["act"], (64, 128)),
+    )

@@ -10,6 +10,10 @@ from megamoe.errors import check_int, fail_value
 from megamoe.kernels import flag_words
 from megamoe.kernels.layout import ALIGN, align_up
 from megamoe.plan import MemoryPlan
+from megamoe.types import Fp8Tensor
+
+Weight = Fp8Tensor | torch.Tensor
+"""Of a mega-kernel: codes in blocks of 128 x 128, or BF16, as the plan's precision says."""
 
 MOST_HIDDEN, MOST_INTERMEDIATE = 16384, 18432
 MOST_LOCAL_EXPERTS, MOST_TOP_K = 256, 16
@@ -32,7 +36,7 @@ class MegaSettings:
         sms: its programs, which must all run at once: at most the SMs that nothing else holds.
         group, lag: blocks of rows that share weights in L2, and groups by which GEMM 2 trails GEMM 1.
         stages, skew: of the ring, and blocks of K that the second consumer stays behind the first: 1 to stages - 1.
-        turns: consumers take turns for each wave instead.
+        turns: consumers take turns for each wave instead; FP8 only.
         chunk: int32 words that a warp copies at a time when it pulls a row.
         consumer_registers, worker_registers: of each thread of those roles.
     """
@@ -48,17 +52,20 @@ class MegaSettings:
     worker_registers: int = 40
 
 
-def choose_settings(*, tokens: int, ranks: int, top_k: int, num_experts: int, sms: int) -> MegaSettings:
-    """Settings that measured best on H200 (E = 64, H = 7168, I = 2048, top-8, two ranks).
+def choose_settings(
+    *, tokens: int, ranks: int, top_k: int, num_experts: int, sms: int, fp8: bool = True
+) -> MegaSettings:
+    """Settings that measured best on H200 for FP8 (E = 64, H = 7168, I = 2048, top-8, two ranks).
 
     Short groups where most blocks are full, so that GEMM 2 finds what GEMM 1 has written in L2; long ones where most
     hold few rows and the weights are all that is read.
 
     Args:
-        tokens: T, at most of any rank. sms: SMs of the device.
+        tokens: T, at most of any rank. sms: SMs of the device. fp8: or BF16.
     """
     group, lag = (4, 2) if ranks * tokens * top_k > 64 * num_experts else (8, 1)
-    return MegaSettings(sms=sms, group=group, lag=lag)
+    # In BF16 as its grouped GEMM.
+    return MegaSettings(sms=sms, group=group, lag=lag, skew=1 if fp8 else 2)
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ class MegaPlan:
     """The memory of a rank's own for mega-kernels of one layer; layers that run one after another share it.
 
     Attributes:
-        memory: of the exchange.
+        memory: of the exchange; rows travel, and GEMMs run, in FP8 or BF16 as ``memory.fp8`` says.
         intermediate_size: I.
         num_rows: P, rows of the pool.
         sms: programs at most.
@@ -122,7 +129,7 @@ def plan_mega(memory: MemoryPlan, intermediate_size: int, sms: int, num_rows: in
     """The scratch memory of a mega-kernel: every table and pool that it needs, nothing allocated.
 
     Args:
-        memory: of the exchange, with ``precision="fp8"``.
+        memory: of the exchange, planned for the precision of the GEMMs.
         intermediate_size: I.
         sms: programs at most.
         num_rows: P, rows of the pool, a multiple of 128; default: the most that any routing needs. Rows beyond are lost
@@ -138,8 +145,6 @@ def plan_mega(memory: MemoryPlan, intermediate_size: int, sms: int, num_rows: in
     ):
         if size < 1 or size % 128 or size > most:
             fail_value(name, size, f"must be a multiple of 128 up to {most}", "Pad the weights with zeros.")
-    if not memory.fp8:
-        fail_value("precision", "bf16", "must be fp8 for the mega-kernel", 'Plan with precision="fp8".')
     if local > MOST_LOCAL_EXPERTS:
         fail_value("num_local_experts", local, f"must be at most {MOST_LOCAL_EXPERTS}", "Use more ranks.")
     if memory.top_k > MOST_TOP_K:
@@ -153,7 +158,7 @@ def plan_mega(memory: MemoryPlan, intermediate_size: int, sms: int, num_rows: in
     if num_rows % ALIGN:
         fail_value("num_rows", num_rows, f"must be a multiple of {ALIGN}", f"Pass {align_up(num_rows)}.")
     groups, act_groups = hidden // 128, intermediate_size // 128
-    if num_rows * max(groups, act_groups) >= 2**31:
+    if memory.fp8 and num_rows * max(groups, act_groups) >= 2**31:
         fail_value("num_rows", num_rows, "times the scales of a row must stay below 2^31", "Lower it, or the tokens.")
     ranks, pairs = memory.ep_size, memory.ep_size * memory.max_tokens * next_power_of_two(memory.top_k)
     # Enough chunks for all programs; but one chunk costs a look at all counts.
@@ -164,8 +169,9 @@ def plan_mega(memory: MemoryPlan, intermediate_size: int, sms: int, num_rows: in
     blocks = num_rows // ALIGN
     # Both round robins may end in gaps of a tile a program.
     tiles = blocks * (act_groups + -(-hidden // 256)) + 2 * sms
-    fp8, fp32, int32, int64 = torch.float8_e4m3fn, torch.float32, torch.int32, torch.int64
-    sizes = (
+    fp32, int32, int64 = torch.float32, torch.int32, torch.int64
+    element = torch.float8_e4m3fn if memory.fp8 else torch.bfloat16
+    sizes = [
         ("counts", int64, (local,)),
         ("starts", int64, (local,)),
         ("sizes", int32, (1 + ranks,)),
@@ -176,11 +182,11 @@ def plan_mega(memory: MemoryPlan, intermediate_size: int, sms: int, num_rows: in
         ("row_source", int32, (num_rows,)),
         ("row_target", int64, (num_rows,)),
         ("row_weights", fp32, (num_rows,)),
-        ("rows", fp8, (num_rows, hidden)),
-        ("row_scales", fp32, (groups, num_rows)),
-        ("act", fp8, (num_rows, intermediate_size)),
-        ("act_scales", fp32, (act_groups, num_rows)),
-    )
+        ("rows", element, (num_rows, hidden)),
+        ("act", element, (num_rows, intermediate_size)),
+    ]
+    if memory.fp8:
+        sizes += [("row_scales", fp32, (groups, num_rows)), ("act_scales", fp32, (act_groups, num_rows))]
     regions, offset = [], 0
     for name, dtype, shape in sizes:
         regions.append(ScratchRegion(name, dtype, shape, offset))

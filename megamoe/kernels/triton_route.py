@@ -32,7 +32,7 @@ from megamoe.kernels.triton_dispatch import (
     sum_histograms,
     write_layout,
 )
-from megamoe.kernels.triton_flags import DISPATCHES, count_of, epochs_ended
+from megamoe.kernels.triton_flags import COMBINES, COMBINES_SEEN, DISPATCHES, begin, count_of, epochs_ended
 
 NO_TARGET = tl.constexpr(-(1 << 62))
 
@@ -104,22 +104,24 @@ def route_kernel(
     x, x_stride, index, weights, n, flags, deltas, list_index, list_weights, rows, scales, state, error, budget_ns,
     my_rank, num_experts, max_tokens, min_amax, histograms, capacity, counts, starts, sizes, row_source, row_target,
     row_weights, pulled, finished, tiles, programs, group, lag, R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr, H: tl.constexpr, LARGEST: tl.constexpr,
-    STAGE: tl.constexpr, TABLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
-    GROUPS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
+    KP: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr, H: tl.constexpr, FP8: tl.constexpr,
+    LARGEST: tl.constexpr, STAGE: tl.constexpr, ROWS: tl.constexpr, TABLE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, SUB: tl.constexpr, GROUPS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr,
+    BLOCKS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """All tables of a call, for a mega-kernel of ``programs`` programs.
 
-    STAGE: tokens and lists are staged here too, for few tokens; all programs must then run at once. Otherwise
-    ``stage_kernel`` and ``count_kernel`` have run. Everyone's slots may be written afterwards: a rank that is READY has
-    ended the combine before.
+    STAGE: lists, and with ROWS tokens (FP8 or BF16), are staged here too, for few tokens; all programs must then run at
+    once. Otherwise ``stage_kernel`` and ``count_kernel`` have run. Everyone's slots may be written afterwards: a rank
+    that is READY has ended the combine before.
     """
     pid, num_programs = tl.program_id(0), tl.num_programs(0)
+    everyone = begin(deltas, R, LANES)
     if STAGE:
         memory = (flags, deltas, list_index, list_weights, rows, scales)
         stage_and_meet(
-            x, x_stride, index, weights, n, memory, state, error, budget_ns, my_rank, num_experts, max_tokens,
-            epochs_ended(state + DISPATCHES) + 1, min_amax, R, LANES, K, H, True, LARGEST, True, True, GROUPS,
+            x, x_stride, index, weights, n, memory, everyone, state, error, budget_ns, my_rank, num_experts, max_tokens,
+            epochs_ended(state + DISPATCHES) + 1, min_amax, R, LANES, K, H, FP8, LARGEST, ROWS, True, GROUPS,
         )  # fmt: skip
 
     per_rank = tl.cdiv(max_tokens, CHUNK)
@@ -143,6 +145,7 @@ def route_kernel(
         )  # fmt: skip
     if pid == 0:
         write_layout(total, capacity, counts, starts, sizes, flags, max_tokens, error, R, LANES, LOCAL, BINS)
+        tl.store(state + COMBINES_SEEN, epochs_ended(state + COMBINES))
     _, _, needed = lay_out(total, capacity)
     num_blocks = tl.minimum(needed, capacity) // ALIGN
     _write_blocks(total, num_blocks, capacity, row_source, row_target, pulled, finished, BINS, BLOCKS)

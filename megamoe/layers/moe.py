@@ -31,7 +31,7 @@ class MoE(nn.Module):
         router: any module that maps ``(hidden_states [T, H], token_mask bool [T] or None)`` to a ``Routing``;
             default: a ``Router`` as the config says.
         device, dtype: of the parameters; default: torch's. The router stays in fp32.
-        path: how rows travel between ranks; see ``Experts``.
+        path: how rows travel between ranks: ``collective``, ``staged``, ``fused`` or ``auto``; see ``Experts``.
 
     Raises:
         MegaMoEError: an argument breaks a rule, or the ranks' configs differ.
@@ -70,8 +70,12 @@ class MoE(nn.Module):
                 module.reset_parameters()
 
     def close(self) -> None:
-        """Gives back the memory that ranks share with ``path="staged"``, on all of them. The layer is then done."""
+        """Gives back the memory that ranks share over NVLink, on all of them. The layer is then done."""
         self.experts.close()
+
+    def explain(self) -> str:
+        """Which path calls of the experts take without and with gradients, and why: a line each."""
+        return self.experts.explain()
 
     def forward(self, hidden_states: torch.Tensor, token_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Applies the layer.

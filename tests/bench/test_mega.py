@@ -1,4 +1,4 @@
-"""The mega-kernel's benchmark without GPUs: cases, routing, figures, how it checks results, and its command."""
+"""The mega-kernel's benchmark without GPUs: figures, how it checks results, and its command."""
 
 from __future__ import annotations
 
@@ -13,93 +13,20 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from megamoe.bench import gemm, mega, mega_cases, ranks
-from megamoe.bench.mega_cases import MegaCase, MegaProblem, MegaWeights, cases, choose_experts, random_weights
+from megamoe.bench.mega_cases import MegaCase, MegaProblem, MegaWeights, cases, random_weights
 from megamoe.bench.mega_peer import PeerLayer, PeerWeights, find_peer
 from megamoe.cli import app
 from megamoe.kernels import mega as mega_launches
 from megamoe.kernels.mega_plan import choose_settings
 from megamoe.types import Fp8Tensor
-from tests.support.errors import fails
 from tests.support.mega_peer import FakePeer, plain_layer, spoil
 from tests.support.processes import run_ranks
 
 SMALL = MegaCase(5, 256, 1024, 4, 2)
 """Of a smaller I, one code that rounds the other way would be a large part."""
+BF16_SMALL = replace(SMALL, precision="bf16")
 SHAPE = "256,1024,4,2"
 ALONE = mega.Ranks(None, None, 0)
-
-# ---------------------------------------------------------------- cases
-
-
-def test_every_combination_shape_by_shape():
-    found = cases([(256, 128, 4, 2), (384, 128, 8, 3)], [1, 8], ["uniform", "zipf"], 2)
-    assert [case.shape for case in found] == [(256, 128, 4, 2)] * 4 + [(384, 128, 8, 3)] * 4
-    assert [(case.routing, case.tokens) for case in found[:4]] == [
-        ("uniform", 1),
-        ("uniform", 8),
-        ("zipf", 1),
-        ("zipf", 8),
-    ]
-    assert len({case.label for case in found}) == 8
-    assert found[-1].label == "T=8 H=384 I=128 E=8 K=3 zipf"
-
-
-def test_cases_that_cannot_run():
-    shape = (256, 128, 4, 2)
-    with fails(ValueError, "tokens", 0, "must be at least 1"):
-        cases([shape], [0], ["uniform"], 1)
-    with fails(ValueError, "routing", "hot", "must be one of"):
-        cases([shape], [1], ["hot"], 1)
-    with fails(ValueError, "shape", [256, 128, 4], "must be H, I, E and K"):
-        cases([(256, 128, 4)], [1], ["uniform"], 1)
-    with fails(ValueError, "hidden_size", 192, "must be a multiple of 128"):
-        cases([(192, 128, 4, 2)], [1], ["uniform"], 1)
-    with fails(ValueError, "ep_size", 3, "divide num_experts = 4"):
-        cases([shape], [1], ["uniform"], 3)
-
-
-def test_flops_count_slots_with_experts():
-    case = MegaCase(10, 256, 128, 4, 2)
-    assert case.flops == 2 * 10 * 2 * 3 * 256 * 128
-    assert MegaCase(10, 256, 128, 4, 2, "one-hot").flops == case.flops / 2
-
-
-def test_calls_of_a_graph():
-    large, small = MegaCase(8192), MegaCase(1)
-    assert large.calls(2) == mega_cases.MIN_CALLS and MegaCase(1, 256, 128, 4, 2).calls(2) == mega_cases.MAX_CALLS
-    assert mega_cases.MIN_CALLS < MegaCase(128).calls(2) < small.calls(2) <= mega_cases.MAX_CALLS
-    # All experts' weights once: 32 x 3 x 7168 x 2048 bytes.
-    assert MegaCase(128).calls(2) == round(mega_cases.REPLAY_US * 4.3e6 / (32 * 3 * 7168 * 2048))
-
-
-def counts_of(case: MegaCase, tokens: int, seed: int) -> torch.Tensor:
-    index = choose_experts(case, tokens, torch.Generator().manual_seed(seed))
-    assert index.shape == (tokens, case.top_k) and index.dtype == torch.int64
-    assert all(len(set(row)) == case.top_k for row in index[:50].tolist()), "a token's experts differ"
-    assert index.min() >= 0 and index.max() < case.experts
-    return index.flatten().bincount(minlength=case.experts).double()
-
-
-def test_uniform_routing(seed):
-    counts = counts_of(MegaCase(1, experts=16, top_k=2), 20000, seed)
-    assert counts.max() / counts.min() < 1.25
-
-
-def test_zipf_routing(seed):
-    case = MegaCase(1, experts=16, top_k=1, routing="zipf")
-    counts = counts_of(case, 20000, seed).sort(descending=True).values
-    law = 1 / torch.arange(1, 17, dtype=torch.float64)
-    assert torch.allclose(counts / counts.sum(), law / law.sum(), atol=0.02)
-    # The same expert is the most popular on every rank, and not merely the first.
-    first = {int(counts_of(case, 2000, seed + rank).argmax()) for rank in range(3)}
-    assert len(first) == 1 and first != {0}
-    assert counts_of(MegaCase(1, experts=16, top_k=8, routing="zipf"), 2000, seed).max() > 1800
-
-
-def test_one_hot_routing(seed):
-    index = choose_experts(MegaCase(1, experts=16, top_k=3, routing="one-hot"), 4, torch.Generator())
-    assert index.tolist() == [[15, -1, -1]] * 4
-
 
 # ---------------------------------------------------------------- a layer on a CPU
 
@@ -114,6 +41,7 @@ class CpuProblem(MegaProblem):
         self.device, self.generator = torch.device("cpu"), torch.Generator().manual_seed(seed)
         self.weights = random_weights(case, 1, self.generator) if weights is None else weights
         self.buffer = SimpleNamespace(check=lambda: None, close=lambda: None)
+        self.collective = None
 
     def finish(self):
         self.buffer.check()
@@ -126,6 +54,9 @@ class CpuProblem(MegaProblem):
 
     def staged(self, x, routing):
         return self._result(x, routing, "staged")
+
+    def over_nccl(self, x, routing):
+        return self._result(x, routing, "nccl")
 
     def fused(self, x, routing, out, settings):
         return lambda: out.copy_(self._result(x, routing, "mega"))
@@ -153,18 +84,11 @@ def weights_of(case: MegaCase, seed: int) -> MegaWeights:
     return random_weights(case, 1, torch.Generator().manual_seed(seed))
 
 
-def test_random_weights(seed):
-    weights = random_weights(SMALL, 2, torch.Generator().manual_seed(seed))
-    assert weights.up.codes.shape == (2, 2048, 256) and weights.up.scales.shape == (2, 16, 2)
-    assert weights.down.codes.shape == (2, 256, 1024) and weights.down.scales.shape == (2, 2, 8)
-    values = weights.down.codes.float() * weights.down.scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
-    assert values.std() == pytest.approx(1024**-0.5, rel=0.05)
-
-
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
 @pytest.mark.parametrize("routing", mega_cases.ROUTINGS)
-def test_the_sample_is_the_reference(routing, seed, monkeypatch):
+def test_the_sample_is_the_reference(routing, precision, seed, monkeypatch):
     monkeypatch.setattr(mega, "SAMPLE", 3)
-    case = replace(SMALL, routing=routing)
+    case = replace(SMALL, routing=routing, precision=precision)
     problem = CpuProblem(case, None, seed=seed)
     x, chosen_by = problem.tokens()
     assert ((chosen_by.topk_weights >= 0.25) & (chosen_by.topk_weights <= 0.75)).all()
@@ -174,14 +98,16 @@ def test_the_sample_is_the_reference(routing, seed, monkeypatch):
     # BF16's rounding of each expert's rows; a code that rounds the other way.
     assert float(mega.worst_row(sample, plain)) < mega.ERROR_LIMIT
     # Each rank adds its experts.
-    halves = [
-        MegaWeights(
-            *(Fp8Tensor(w.codes[part], w.scales[part], w.block) for w in (problem.weights.up, problem.weights.down))
-        )
-        for part in (slice(0, 2), slice(2, 4))
-    ]
+    halves = [part_of(problem.weights, part) for part in (slice(0, 2), slice(2, 4))]
     sums = sum(mega.contributions(half, 2 * rank, x, chosen_by) for rank, half in enumerate(halves))
     assert float(mega.worst_row(sums[chosen], sample)) < mega.ERROR_LIMIT
+
+
+def part_of(weights: MegaWeights, experts: slice) -> MegaWeights:
+    if not weights.fp8:
+        return MegaWeights(weights.up[experts], weights.down[experts])
+    pair = (weights.up, weights.down)
+    return MegaWeights(*(Fp8Tensor(w.codes[experts], w.scales[experts], w.block) for w in pair))
 
 
 def _check_on_a_rank(rank: int, world_size: int, seed: int, spoiled: int) -> tuple[float, bool] | str:
@@ -192,7 +118,7 @@ def _check_on_a_rank(rank: int, world_size: int, seed: int, spoiled: int) -> tup
     x, routing = problem.tokens()
     out = plain_layer(whole, x, routing).bfloat16()
     half = slice(2 * rank, 2 * rank + 2)
-    problem.weights = MegaWeights(*(Fp8Tensor(w.codes[half], w.scales[half], w.block) for w in (whole.up, whole.down)))
+    problem.weights = part_of(whole, half)
     problem.group, problem.staged = group, lambda x, routing: out
     check = mega.Checker(problem, x, routing)
     assert ranks.largest({"a": float(rank), "b": 1.0}, group, out.device) == {"a": 1.0, "b": 1.0}
@@ -229,6 +155,37 @@ def test_measure(peer, on_cpu, seed):
         assert module.made == [(4, 5, 2, 256, 1024)] and module.destroyed == 1
     else:
         assert not any("deep_gemm" in name for name in row)
+
+
+@pytest.mark.parametrize("group", [None, "others"])
+def test_measure_in_bf16(group, on_cpu, seed, monkeypatch):
+    """Beside NCCL's exchange where there is one."""
+    timed = []
+
+    class Problem(CpuProblem):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self.collective, self.group = self.group, None
+
+    def eager(call, rounds):
+        call()
+        timed.append(rounds)
+        return 40.0
+
+    monkeypatch.setattr(mega, "MegaProblem", Problem)
+    monkeypatch.setattr(mega, "eager_microseconds", eager)
+    monkeypatch.setattr(mega, "size_of", lambda group: 1)
+    monkeypatch.setattr(mega, "largest", lambda values, group, device: ranks.largest(values, None, device))
+    row = mega.measure(BF16_SMALL, weights_of(BF16_SMALL, seed), None, mega.Ranks(None, group, 0), 3)
+    assert on_cpu == [(["mega", "staged"], 3, BF16_SMALL.calls(1))]
+    assert row["precision"] == "bf16" and row["same_bits"] is True and float(row["error"]) < 1e-2
+    if group is None:
+        assert not timed and "nccl_us" not in row
+    else:
+        assert timed == [3] and (row["nccl_us"], row["x_nccl"], row["x_staged"]) == (40.0, 4.0, 2.0)
+        monkeypatch.setattr(CpuProblem, "fault", "nccl scaled")
+        with pytest.raises(RuntimeError, match="bf16: nccl has relative error"):
+            mega.measure(BF16_SMALL, weights_of(BF16_SMALL, seed), None, mega.Ranks(None, group, 0), 3)
 
 
 FAULTS = ("nan", "missing", "scaled", "unsampled nan", "unsampled missing", "unsampled scaled")
@@ -287,6 +244,12 @@ def test_variants_differ_from_the_chosen_settings():
         found = dict(mega.variants(chosen, sweep=True))
         assert found.pop("mega") == chosen
         assert chosen not in found.values() and len(set(map(str, found.values()))) == len(found)
+        assert found["mega skew 2"].skew == 2 and found["mega turns"].turns
+        chosen = replace(chosen, skew=2)
+        found = dict(mega.variants(chosen, sweep=True, fp8=False))
+        assert found.pop("mega") == chosen and chosen not in found.values()
+        assert not any(settings.turns for settings in found.values())
+        assert {settings.skew for settings in found.values()} == {1, 2, 3}
         assert list(mega.variants(chosen, sweep=False)) == [("mega", chosen)]
 
 
@@ -421,6 +384,20 @@ def test_command_keeps_what_it_has_measured(command, tmp_path, monkeypatch):
     assert [row["tokens"] for row in read(tmp_path / "mega.csv")] == ["1"]
 
 
+def test_command_in_both_precisions(command, tmp_path, monkeypatch):
+    """The peer has no BF16."""
+    monkeypatch.setattr(gemm, "deep_gemm", FakePeer)
+    options = ("--shape", SHAPE, "--tokens", "1,2", "--precision", "fp8,bf16", "--out", str(tmp_path))
+    result, text = run_cli(*options)
+    assert result.exit_code == 0, text
+    written = read(tmp_path / "mega.csv")
+    assert [(row["precision"], row["tokens"]) for row in written] == [
+        ("fp8", "1"), ("fp8", "2"), ("bf16", "1"), ("bf16", "2"),
+    ]  # fmt: skip
+    assert [row["x_deep_gemm"] for row in written] == ["3.0", "3.0", "", ""]
+    assert command == [SMALL.shape] * 2
+
+
 def test_command_sweeps(command, tmp_path, monkeypatch):
     monkeypatch.setattr(gemm, "deep_gemm", FakePeer)
     result, text = run_cli("--shape", SHAPE, "--tokens", "2", "--sweep", "--out", str(tmp_path))
@@ -431,11 +408,13 @@ def test_command_sweeps(command, tmp_path, monkeypatch):
 def test_defaults(monkeypatch):
     calls = []
     monkeypatch.setattr(mega, "run", lambda *arguments, **options: calls.append((arguments, options)))
-    assert run_cli()[0].exit_code == run_cli("--shape", "all", "--sweep", "--no-peer")[0].exit_code == 0
+    assert run_cli()[0].exit_code == 0
+    assert run_cli("--shape", "all", "--sweep", "--no-peer", "--precision", "fp8, bf16")[0].exit_code == 0
     (shapes, tokens, routings, *_), options = calls[0]
     assert (shapes, tokens, routings) == ([[7168, 2048, 64, 8]], [1, 8, 32, 128, 512, 2048, 8192], ["uniform"])
-    assert options == {"sweeps": False, "peer": True}
-    assert calls[1][0][0] == mega_cases.SHAPES and calls[1][1] == {"sweeps": True, "peer": False}
+    assert options == {"sweeps": False, "peer": True, "precisions": ["fp8"]}
+    assert calls[1][0][0] == mega_cases.SHAPES
+    assert calls[1][1] == {"sweeps": True, "peer": False, "precisions": ["fp8", "bf16"]}
     for world_size in (1, 2):
         assert len(cases(mega_cases.SHAPES, tokens, mega_cases.ROUTINGS, world_size)) == 63
 
@@ -462,6 +441,6 @@ def test_command_refuses(options, words, tmp_path, monkeypatch):
 
 def test_a_compiler_that_spoils_the_kernel_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(mega_launches, "SUPPORTED", False)
+    monkeypatch.setattr(mega_launches, "FP8_SUPPORTED", False)
     result, text = run_cli("--out", str(tmp_path))
     assert result.exit_code == 2 and "must be 3.6 or 3.7 for the mega-kernel" in text

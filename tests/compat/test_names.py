@@ -41,6 +41,18 @@ SIGNATURES = {
     "compiled_dims='mn', use_psum_layout=False",
     "k_grouped_bf16_gemm_tn_contiguous": "a, b, d, ks_cpu, grouped_layout, c=None, compiled_dims='mn', "
     "use_psum_layout=False",
+    "get_symm_buffer_for_mega_moe": "group, num_experts, num_max_tokens_per_rank, num_topk, hidden, "
+    "intermediate_hidden, use_fp8_dispatch=None, mma_type='fp8xfp4', activation='swiglu'",
+    "get_symm_buffer_for_sm90_mega_moe": "group, num_experts, num_max_tokens_per_rank, num_topk, hidden, "
+    "intermediate_hidden, use_fp8_dispatch=True, activation='swiglu'",
+    "transform_weights_for_mega_moe_sm90": "l1_weights, l2_weights",
+    "mega_moe_pre_dispatch_sm90": "x, topk_idx, topk_weights, buf_x, buf_x_sf, buf_topk_idx, buf_topk_weights, "
+    "num_tokens, group_size=128, routed_scaling_factor=1.0",
+    "fp8_mega_moe": "y, l1_weights, l2_weights, sym_buffer, cumulative_local_expert_recv_stats=None, "
+    "recipe=(128, 128, 128), activation='swiglu', activation_clamp=None, fast_math=True, num_tokens_bound=None, "
+    "interleaved=False",
+    "bf16_mega_moe": "y, l1_weights, l2_weights, sym_buffer, cumulative_local_expert_recv_stats=None, "
+    "activation='swiglu', activation_clamp=None, fast_math=True, num_tokens_bound=None, interleaved=True",
     "set_num_sms": "new_num_sms",
     "get_num_sms": "",
     "set_tc_util": "new_tc_util",
@@ -87,6 +99,7 @@ def test_signature(name):
         ("m_grouped_fp8_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked"),
         ("fp8_m_grouped_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked"),
         ("bf16_m_grouped_gemm_nt_masked", "m_grouped_bf16_gemm_nt_masked"),
+        ("SM90SymmBuffer", "SymmBuffer"),
     ],
 )
 def test_alias(alias, name):
@@ -117,12 +130,9 @@ def test_all_names_exist():
         "fp8_fp4_paged_mqa_logits",
         "get_paged_mqa_logits_metadata",
         "tf32_hc_prenorm_gemm",
-        "SymmBuffer",
-        "get_symm_buffer_for_mega_moe",
         "fp8_fp4_mega_moe",
-        "bf16_mega_moe",
+        "mega_moe_pre_dispatch",
         "mega.fp8_fp4_mega_moe",
-        "mega.SymmBuffer",
         "legacy.m_grouped_bf16_gemm_nt_contiguous_tl",
     ],
 )

@@ -20,8 +20,17 @@ from megamoe.kernels import (  # noqa: E402
     triton_flags,
     triton_route,
 )
-from megamoe.kernels.gluon import flags, mega_moe, spelling  # noqa: E402
-from tests.support.exchange_sim import add_dispatch, check_dispatch, make_tokens  # noqa: E402
+from megamoe.kernels.gluon import flags, mega_moe, mega_pieces, spelling  # noqa: E402
+from tests.support.exchange_cases import WAIT as ENDED  # noqa: E402
+from tests.support.exchange_sim import (  # noqa: E402
+    add_combine,
+    add_dispatch,
+    check_combine,
+    check_dispatch,
+    check_told,
+    expert_results,
+    make_tokens,
+)
 from tests.support.gluon_sim.mutation import SCHEDULES, Bug, assert_caught  # noqa: E402
 from tests.support.mega_sim import SETTINGS, MegaSizes, MegaWorld, add_mega_call, check_outputs  # noqa: E402
 
@@ -57,6 +66,7 @@ class Calls:
         assert not any(any(error) for error in world.errors)
         for tokens in done:
             check_outputs(world, tokens)
+        check_told(world)
 
 
 SMALL = MegaSizes(tokens=40)
@@ -72,17 +82,36 @@ IN_TURNS = Calls(SMALL, ([40, 40], "one"), ([20, 9], "random"), turns=True)
 NARROW = Calls(MegaSizes(hidden=384, tokens=9), ([9, 9], "random"))
 
 
-def mixed(module, policy: str, seed: int) -> None:
-    """A plain dispatch, which nothing waits for, before a call."""
-    torch.manual_seed(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        use(patch, module)
-        world, first, second = MegaWorld(SMALL), make_tokens(SMALL, [9, 9]), make_tokens(SMALL, [9, 9])
-        add_dispatch(world, first)
-        add_mega_call(world, second)
-        world.run(policy, seed)
-    check_dispatch(world, first)
-    check_outputs(world, second)
+class Mixed:
+    """Plain dispatches (D) and combines by the last one's table (C), and calls (M), on one buffer."""
+
+    def __init__(self, movements: str):
+        self.movements = movements
+
+    def __call__(self, module, policy: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        with pytest.MonkeyPatch.context() as patch:
+            use(patch, module)
+            world, dispatches, combines, calls = MegaWorld(SMALL), [], [], []
+            for movement in self.movements:
+                if movement == "M":
+                    calls.append(make_tokens(SMALL, [9, 9]))
+                    add_mega_call(world, calls[-1])
+                elif movement == "D":
+                    dispatches.append(make_tokens(SMALL, [9, 9]))
+                    add_dispatch(world, dispatches[-1])
+                else:
+                    tokens = [replace(mine) for mine in dispatches[-1]]
+                    combines.append((tokens, expert_results(world, tokens)))
+                    add_combine(world, *combines[-1])
+            world.run(policy, seed)
+        for tokens in dispatches:
+            check_dispatch(world, tokens)
+        for tokens, rows in combines:
+            check_combine(world, tokens, rows)
+        for tokens in calls:
+            check_outputs(world, tokens)
+        check_told(world)
 
 
 def stuck(module, policy: str, seed: int) -> None:
@@ -264,6 +293,8 @@ MEGA_BUGS = [
     Bug("one wave twice", HALF, "d_buf.store(f1.to(gl.bfloat16))", "d_buf.store(f0.to(gl.bfloat16))"),
 ]
 
+SEE_COMBINES = "epochs_ended(state + COMBINES))\n    _, _, needed"
+
 ROUTE_BUGS = [
     Bug("GEMM 2 comes too early", HALF, "(g + lag + 1) * group, num_blocks)", "(g + lag) * group, num_blocks)"),
     Bug(
@@ -320,61 +351,45 @@ ROUTE_BUGS = [
     Bug(
         "lists are not waited for",
         HOLES,
-        "            publish(flags, deltas, READY, epoch, my_rank, R, LANES)\n"
+        "            publish(flags, everyone, READY, epoch, my_rank, LANES)\n"
         "    wait_all(flags, READY, epoch, error, budget_ns, R, LANES)\n",
-        "            publish(flags, deltas, READY, epoch, my_rank, R, LANES)\n",
+        "            publish(flags, everyone, READY, epoch, my_rank, LANES)\n",
     ),
-    Bug(
-        "tokens overwritten while others read them",
-        mixed,
-        "    wait_all(flags, PULLED, epoch - 1, error, budget_ns, R, LANES)\n",
-        "",
-    ),
+    Bug("tokens overwritten while others read them", Mixed("DM"), ENDED, ""),
+    Bug("more combines are seen than there were", Mixed("DMC"), SEE_COMBINES, SEE_COMBINES.replace("))", ") + 1)")),
+    Bug("combines that have ended are not seen", MANY, SEE_COMBINES, SEE_COMBINES.replace("))", ") * 0)")),
 ]
+
+SUMMED = "        wait_all(flags, SCATTERED, _announced(epoch, 0, 1), error, budget_ns, R, LANES)\n"
+SENT = "tl.where((expert >= 0) & (expert < num_experts), ELSEWHERE, NOWHERE)"
 
 SUM_BUGS = [
     Bug(
         "the end of the dispatch is not counted",
         HOLES,
-        "        if FROM_SLOTS:\n            end_program(state + DISPATCHES)\n",
+        "    if FROM_SLOTS:\n        end_program(state + DISPATCHES)\n",
         "",
     ),
-    Bug("the end of the combine is not counted", HOLES, "        end_program(state + COMBINES)", "        pass"),
+    Bug("the end of the combine is not counted", HOLES, "    end_program(state + COMBINES)\n", ""),
     Bug(
         "results are not told",
         HALF,
-        "    if FROM_SLOTS:\n        if tl.program_id(0) == 0:\n",
-        "    if FROM_SLOTS:\n        if tl.program_id(0) < 0:\n",
+        "    if FROM_SLOTS:\n        if pid == 0:\n",
+        "    if FROM_SLOTS:\n        if pid < 0:\n",
     ),
-    Bug(
-        "results are not waited for",
-        HALF,
-        "        wait_all(flags, SCATTERED, epoch, error, budget_ns, R, LANES)\n",
-        "",
-    ),
-    Bug(
-        "waits for the results before",
-        HOLES,
-        "wait_all(flags, SCATTERED, epoch,",
-        "wait_all(flags, SCATTERED, epoch - 1,",
-    ),
-    Bug(
-        "slots without an expert are summed",
-        HOLES,
-        "there = (expert >= 0) & (expert < num_experts)\n",
-        "there = mask\n",
-    ),
-    Bug(
-        "own rows are left out",
-        HALF,
-        "            if not FROM_SLOTS:\n",
-        "            if FROM_SLOTS:\n                there = there & (expert // LOCAL != my_rank)\n"
-        "            if not FROM_SLOTS:\n",
-    ),
+    Bug("results are not waited for", HALF, SUMMED, ""),
+    Bug("waits for the results before", HOLES, SUMMED, SUMMED.replace("epoch, 0", "epoch - 1, 0")),
+    Bug("slots without an expert are summed", HOLES, SENT, SENT.replace("expert >= 0", "expert >= -1")),
+    Bug("slots of an expert that is none are summed", HOLES, SENT, SENT.replace(" & (expert < num_experts)", "")),
+    Bug("own rows are left out", HALF, SENT, SENT.replace("num_experts)", "num_experts) & (expert // 2 != my_rank)")),
+    Bug("the call's own dispatch is not seen", HOLES, "(1 if FROM_SLOTS else 0)", "0"),
+    Bug("more dispatches are seen than there were", Mixed("MDM"), "(1 if FROM_SLOTS else 0)", "2"),
 ]
 
 
-@pytest.mark.parametrize("case", [TWO, BORDER, HOLES, MANY, WIDE, IN_TURNS, NARROW, mixed, stuck], ids=range(9))
+@pytest.mark.parametrize(
+    "case", [TWO, BORDER, HOLES, MANY, WIDE, IN_TURNS, NARROW, stuck, *map(Mixed, ("DM", "DMC", "MDM"))], ids=range(11)
+)
 def test_cases_pass_without_a_bug(case):
     for policy, seed in SCHEDULES[:1]:
         case(mega_moe, policy, seed)
@@ -382,7 +397,7 @@ def test_cases_pass_without_a_bug(case):
 
 @pytest.mark.parametrize("bug", MEGA_BUGS, ids=str)
 def test_bug_of_the_kernel_is_caught(bug):
-    assert_caught(mega_moe, bug, MORE_SCHEDULES, helpers=(spelling, flags))
+    assert_caught(mega_moe, bug, MORE_SCHEDULES, helpers=(spelling, flags, mega_pieces))
 
 
 @pytest.mark.parametrize("bug", ROUTE_BUGS, ids=str)

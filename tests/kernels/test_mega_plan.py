@@ -43,8 +43,25 @@ def test_regions():
     assert plan_mega(memory(hidden=384), 128, 3).down_tiles == 2
 
 
-def test_views_lie_within_the_scratch_and_apart():
-    plan = plan_mega(memory(), 384, sms=3)
+def test_regions_in_bf16():
+    """Tables are the same, rows have two bytes a column, and there are no scales."""
+    fp8, bf16 = plan_mega(memory(), 384, 3), plan_mega(memory(precision="bf16"), 384, 3)
+    shapes = {region.name: (region.dtype, region.shape) for region in bf16.regions}
+    assert shapes == {
+        **{region.name: (region.dtype, region.shape) for region in fp8.regions if "scales" not in region.name},
+        "rows": (torch.bfloat16, (640, 256)),
+        "act": (torch.bfloat16, (640, 384)),
+    }
+    # Regions of scales end at a multiple of 1024.
+    assert bf16.total - fp8.total == 640 * (256 + 384) - 5 * 1024 - 8 * 1024
+    # No index of scales limits the rows.
+    sizes = dict(tokens=1 << 20, hidden=16384, top_k=16, experts=16)
+    assert plan_mega(memory(**sizes, precision="bf16"), 256, 132).num_rows * (16384 // 128) >= 2**31
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_views_lie_within_the_scratch_and_apart(precision):
+    plan = plan_mega(memory(precision=precision), 384, sms=3)
     scratch = torch.zeros(plan.total, dtype=torch.uint8)
     views = plan.views(scratch)
     for number, view in enumerate(views.values(), 1):
@@ -74,7 +91,6 @@ def test_sizes_that_run(size):
         (dict(hidden=16512), ("hidden_size", 16512, "must be a multiple of 128 up to 16384")),
         (dict(intermediate=64), ("intermediate_size", 64, "must be a multiple of 128 up to 18432")),
         (dict(intermediate=18560), ("intermediate_size", 18560, "must be a multiple of 128 up to 18432")),
-        (dict(precision="bf16"), ("precision", "bf16", "must be fp8")),
         (dict(experts=514), ("num_local_experts", 257, "must be at most 256")),
         (dict(experts=34, top_k=17), ("top_k", 17, "must be at most 16")),
         (dict(tokens=1 << 26, top_k=1), ("tokens", 1 << 26, "must be below 2^26")),
@@ -98,6 +114,7 @@ def test_settings():
     for tokens, order in {1: (8, 1), 128: (8, 1), 256: (8, 1), 257: (4, 2), 512: (4, 2), 8192: (4, 2)}.items():
         settings = choose_settings(tokens=tokens, **sizes)
         assert settings == MegaSettings(132, *order) == replace(settings, stages=4, skew=1, chunk=512)
+        assert choose_settings(tokens=tokens, **sizes, fp8=False) == replace(settings, skew=2)
 
 
 def test_next_power_of_two():

@@ -17,6 +17,7 @@ from tests.support.exchange_sim import (  # noqa: E402
     add_dispatch,
     check_combine,
     check_dispatch,
+    check_told,
     expert_results,
     make_tokens,
 )
@@ -28,6 +29,7 @@ from tests.support.mega_sim import (  # noqa: E402
     add_mega_call,
     check_outputs,
     check_tables,
+    run_calls,
 )
 
 TWO = MegaSizes()
@@ -35,20 +37,6 @@ THREE = MegaSizes(ranks=3, tokens=11, top_k=3, experts=6, hidden=384, intermedia
 ONE = MegaSizes(ranks=1, experts=3, tokens=30)
 
 launches = pytest.mark.parametrize("fused", [True, False], ids=["one launch", "several launches"])
-
-
-def run_calls(sizes, policy, seed, calls, fused=True, **options) -> list:
-    """Calls one after another, (tokens of each rank, routing): nothing of one may reach another."""
-    world, done = MegaWorld(sizes, fused, sms=options.get("settings", SETTINGS).sms), []
-    for counts, routing in calls:
-        tokens = make_tokens(sizes, counts, routing)
-        add_mega_call(world, tokens, **options)
-        done.append(tokens)
-    world.run(policy, seed)
-    assert not any(any(error) for error in world.errors)
-    for tokens in done:
-        check_outputs(world, tokens, options.get("clamp"), options.get("activation", "swiglu"))
-    return done
 
 
 @pytest.mark.parametrize(("fused", "turns"), [(True, False), (False, True)], ids=["one launch", "several, in turns"])
@@ -154,6 +142,7 @@ def test_calls_and_plain_movements_on_one_buffer(fused, policy, seed):
     for tokens, rows in plain_calls:
         check_dispatch(world, tokens)
         check_combine(world, tokens, rows)
+    check_told(world)
 
 
 def test_all_programs_need_to_run_at_once(seed):
@@ -238,15 +227,14 @@ def test_a_rank_that_does_not_finish_is_named(seed):
 
 
 @launches
-def test_a_rank_that_has_not_ended_its_last_call_is_named(fused, seed):
+def test_a_rank_that_has_not_ended_its_last_dispatch_is_named(fused, seed):
     """Its tokens may still be read: no new ones are written."""
     world, tokens = MegaWorld(TWO, fused), make_tokens(TWO, [3, 3])
-    for _ in range(2):
-        add_mega_call(world, tokens)
+    add_dispatch(world, tokens)
     world.run("random", seed)
     add_mega_call(world, tokens, ranks=[0])
     world.run_until_given_up(seed)
-    assert world.errors == [[flag_words.PULLED + 1, 1, 2, 1], [0, 0, 0, 0]]
+    assert world.errors == [[flag_words.PULLED + 1, 1, 1, 0], [0, 0, 0, 0]]
 
 
 def test_programs_that_cannot_run_at_once_give_up(seed):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -10,31 +12,22 @@ pytest.importorskip("triton")
 pytest.importorskip("greenlet")
 
 import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 from megamoe import MoE, MoEConfig, RouterConfig  # noqa: E402
+from megamoe.comm.collective import CollectiveExchange  # noqa: E402
+from megamoe.comm.exchange import LocalExchange  # noqa: E402
 from megamoe.comm.peer import PeerExchange  # noqa: E402
+from megamoe.errors import MegaMoEValueError  # noqa: E402
 from megamoe.layers import transport  # noqa: E402
-from megamoe.layers.replicas import ExpertSlots  # noqa: E402
 from megamoe.layers.transport import Transport  # noqa: E402
-from megamoe.placement import ExpertPlacement  # noqa: E402
 from tests.support.errors import fails  # noqa: E402
 from tests.support.exchange_sim import Sizes  # noqa: E402
 from tests.support.metrics import relative_error  # noqa: E402
-from tests.support.peer_world import run_peers  # noqa: E402
+from tests.support.peer_world import on_rank, run_peers  # noqa: E402
+from tests.support.processes import run_ranks  # noqa: E402
 
-CPU = torch.device("cpu")
-
-
-def on_rank(full: MoE, rank: int, exchange: PeerExchange) -> MoE:
-    """The layer of a rank: its part of the experts, and their exchange."""
-    moe = copy.deepcopy(full)
-    local = exchange.num_local_experts
-    for name, parameter in list(moe.experts.named_parameters(recurse=False)):
-        setattr(moe.experts, name, nn.Parameter(parameter.detach()[rank * local : (rank + 1) * local].clone()))
-    moe.experts.exchange = exchange
-    moe.experts.slots = ExpertSlots(ExpertPlacement.even(exchange.num_experts, exchange.memory_plan.ep_size), rank, CPU)
-    return moe
+CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -95,6 +88,15 @@ class _Group:
     group_name = "two"
 
 
+@dataclass
+class Calls:
+    """Stands for ``FusedExperts``; ``buffer`` also has the device of one."""
+
+    buffer: Any
+    plan: Any
+    width: int
+
+
 @pytest.fixture
 def buffers(monkeypatch):
     """Calls of acquire and release, in order."""
@@ -109,6 +111,8 @@ def buffers(monkeypatch):
     monkeypatch.setattr(transport, "acquire_buffer", acquire)
     monkeypatch.setattr(transport, "release_buffer", lambda buffer: calls.append(("release", buffer)))
     monkeypatch.setattr(transport, "PeerExchange", lambda experts, buffer, plan: (experts, buffer))
+    monkeypatch.setattr(transport, "device_obstacle", lambda device, fp8: "" if device.type == "cuda" else "no GPU")
+    monkeypatch.setattr(transport, "fused_experts", lambda buffer, plan, width: Calls(buffer, plan, width))
     return calls
 
 
@@ -137,3 +141,120 @@ def test_staged_needs_gpus_and_a_bound(buffers):
     unbounded = MoEConfig(32, 16, 4, 2)
     with fails(ValueError, "max_tokens_per_rank", None, "must be set"):
         Transport(unbounded, _Group(), "staged", torch.device("cuda"))
+
+
+FP8 = replace(CONFIG, hidden_size=128, intermediate_size=100, precision="fp8")
+
+
+def path_of(made: Transport) -> tuple[str, str]:
+    return made.choices["inference"].path, made.choices["training"].path
+
+
+@pytest.mark.parametrize("path", ["fused", "auto"])
+def test_the_mega_kernel_serves_inference(path, buffers, caplog):
+    caplog.set_level(logging.INFO, "megamoe")
+    made = Transport(FP8, _Group(), path, CUDA)
+    assert made.make(4) == (4, "buffer 1")
+    assert path_of(made) == ("fused", "staged")
+    assert (made._fused.buffer, made._fused.width) == ("buffer 1", 128)
+    # Once, also if more slots come.
+    assert made.make(6) == (6, "buffer 2") and made._fused.plan.num_local_experts == 3
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert f'MoE(path="{path}"): inference  fused: ' in caplog.text and "training   staged: grad" in caplog.text
+    made.close()
+    assert made._fused is None and buffers[-1] == ("release", "buffer 2")
+
+
+def test_the_mega_kernel_takes_bf16_weights_as_they_are(buffers):
+    config = replace(FP8, precision="bf16", intermediate_size=256)
+    made = Transport(config, _Group(), "fused", CUDA)
+    made.make(4)
+    assert path_of(made) == ("fused", "staged") and made._fused.width == 256
+    made = Transport(replace(config, intermediate_size=100), _Group(), "fused", CUDA)
+    made.make(4)
+    assert path_of(made) == ("staged", "staged") and "intermediate_size = 100" in made.explain()
+
+
+def test_what_the_mega_kernel_cannot_do_is_staged_and_told(buffers, caplog):
+    made = Transport(replace(FP8, bias=True), _Group(), "fused", CUDA)
+    assert made.make(4) == (4, "buffer 1")
+    assert path_of(made) == ("staged", "staged") and made._fused is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "inference  staged: the mega-kernel adds no biases" in caplog.text
+    assert made.explain().splitlines()[0] == "inference  staged: the mega-kernel adds no biases"
+
+
+def test_a_call_that_does_not_fit_the_mega_kernel_is_staged(buffers):
+    made = Transport(FP8, _Group(), "fused", CUDA)
+    made.make(4)
+    made._fused.buffer = x = torch.zeros(3, 128)
+    assert made.fused_for(x, BF16, False) is made._fused
+    assert made.fused_for(x, BF16, True) is None
+    assert made.fused_for(x, torch.float16, False) is None
+    assert made.fused_for(x.to("meta"), BF16, False) is None
+    made._fused = None
+    assert made.fused_for(x, BF16, False) is None
+
+
+def test_auto_without_shared_memory_is_collective(buffers, monkeypatch, caplog):
+    """All ranks raise, so all fall back."""
+
+    def refuse(plan, group, device):
+        raise MegaMoEValueError("spans several machines")
+
+    monkeypatch.setattr(transport, "acquire_buffer", refuse)
+    monkeypatch.setattr(transport, "CollectiveExchange", lambda experts, group: ("collective", experts))
+    made = Transport(FP8, _Group(), "auto", CUDA)
+    caplog.set_level(logging.INFO, "megamoe")
+    assert made.make(4) == ("collective", 4)
+    assert path_of(made) == ("collective", "collective") and made._fused is None
+    assert "ranks cannot share memory (spans several machines)" in caplog.text
+    for path in ("staged", "fused"):
+        with pytest.raises(MegaMoEValueError, match="spans several"):
+            Transport(FP8, _Group(), path, CUDA).make(4)
+
+
+def test_auto_takes_what_there_is(buffers):
+    """No GPU, no bound on tokens, rows of 32 bits: collectives, which take anything."""
+    cases = (
+        (FP8, CPU, BF16, "the device is cpu"),
+        (replace(FP8, max_tokens_per_rank=None), CUDA, BF16, "max_tokens_per_rank is not set"),
+        (FP8, CUDA, torch.float32, "parameters are torch.float32"),
+    )
+    for config, device, dtype, reason in cases:
+        made = Transport(config, _Group(), "auto", device, dtype)
+        assert isinstance(made.make(4), CollectiveExchange)
+        assert path_of(made) == ("collective", "collective") and reason in made.explain()
+    assert not buffers
+
+
+def test_one_rank(buffers):
+    """Memory only where the mega-kernel is asked for by name: separate kernels need none."""
+    for path, expected in (("auto", "staged"), ("fused", "fused")):
+        made = Transport(FP8, None, path, CUDA)
+        assert isinstance(made.make(4), LocalExchange)
+        assert path_of(made) == (expected, "staged")
+    assert buffers == [("acquire", 4, "cuda:1")]
+    moe = MoE(replace(FP8, max_tokens_per_rank=None), path="fused", device="cpu")
+    assert moe(torch.randn(3, 128)).shape == (3, 128)
+    assert moe.explain().splitlines()[0] == "inference  staged: no GPU"
+
+
+def auto_on_cpus(rank: int, ranks: int, seed: int) -> str:
+    group = dist.group.WORLD
+    torch.manual_seed(seed)
+    auto = MoE(CONFIG, group, path="auto").eval()
+    torch.manual_seed(seed)
+    collective = MoE(CONFIG, group).eval()
+    x = torch.randn(3 + rank, 32)
+    with torch.no_grad():
+        assert torch.equal(auto(x), collective(x))
+    with fails(ValueError, "device", "cpu", 'must be a GPU for path="fused"'):
+        MoE(CONFIG, group, path="fused")
+    auto.close()
+    return auto.explain()
+
+
+def test_auto_on_cpus(seed):
+    for text in run_ranks(auto_on_cpus, 2, seed):
+        assert text.splitlines()[0] == "inference  collective: NVLink joins GPUs, and the device is cpu"

@@ -20,16 +20,8 @@ GEMMS = (
     "tf32_hc_prenorm_gemm",
 )
 MEGA = (
-    "SM90SymmBuffer",
-    "SymmBuffer",
-    "bf16_mega_moe",
     "fp8_fp4_mega_moe",
-    "fp8_mega_moe",
-    "get_symm_buffer_for_mega_moe",
-    "get_symm_buffer_for_sm90_mega_moe",
     "mega_moe_pre_dispatch",
-    "mega_moe_pre_dispatch_sm90",
-    "transform_weights_for_mega_moe_sm90",
 )
 LEGACY = (
     "a_fused_k_grouped_bf16_gemm_tn_contiguous_tl",

@@ -1,0 +1,301 @@
+"""Device code that the mega-kernels share: tiles, the loader, the storer, pulled rows, results. See ``mega_moe``.
+
+A stage of the ring holds 128 bytes of K: 128 columns in FP8, with their scales (SCALED), or 64 in BF16.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from megamoe.kernels import flag_words
+from megamoe.kernels.gluon import flags, pieces
+from megamoe.kernels.gluon.spelling import cta_barrier, reinterpret, tma_load, tma_store, wait_global_writes
+
+BLOCK = gl.constexpr(128)
+"""Rows of a pool block and of a tile, columns of half a tile, columns of a group of scales, bytes of K in a stage."""
+
+HALF = gl.constexpr(64)
+"""Rows of a consumer, and columns of K in a stage of BF16."""
+
+PEEK = gl.constexpr(4)
+"""Stages before the end of a tile at which the loader looks whether the next one is ready."""
+
+PULLERS = gl.constexpr(2)
+NO_TARGET = gl.constexpr(-(1 << 62))
+"""Target of a padding row."""
+
+PULLED_ROWS = gl.constexpr(flag_words.PULLED_ROWS)
+FINISHED_TILES = gl.constexpr(flag_words.FINISHED_TILES)
+TOKEN_BITS = gl.constexpr(flag_words.TOKEN_BITS)
+
+RESULTS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))
+
+# ---------------------------------------------------------------- tiles
+
+
+@gluon.jit
+def columns_tiles(COLUMNS: gl.constexpr):
+    """Tiles of 256 columns; the last may be half full."""
+    return (COLUMNS + 2 * BLOCK - 1) // (2 * BLOCK)
+
+
+@gluon.jit
+def end_of_tiles(sizes, H: gl.constexpr, INTER: gl.constexpr):
+    """End of this program's places in the table of tiles; it takes its number, and every ``num_programs``-th after."""
+    blocks = gl.load(sizes) // BLOCK
+    programs = gl.num_programs(0)
+    me = gl.program_id(0)
+    ups = (blocks * (INTER // BLOCK) + programs - 1 - me) // programs
+    downs = (blocks * columns_tiles(H) + me) // programs
+    return me + (ups + downs) * programs
+
+
+@gluon.jit
+def read_tile(tiles, place, end):
+    """The two words of a tile; valid == 0 and block 0 from the end on."""
+    inside = place < end
+    word = gl.load(tiles + 2 * place, mask=inside, other=0)
+    return word, gl.load(tiles + 2 * place + 1, mask=inside, other=0)
+
+
+@gluon.jit
+def unpack(word):
+    """(expert, column tile, rows, whether of GEMM 2) of a tile's first word; the second is its block."""
+    return word & 255, (word >> 8) & 255, (word >> 16) & 255, word >> 24
+
+
+# ---------------------------------------------------------------- the loader
+
+
+@gluon.jit
+def load_weights(it, first, second, k, two, b_desc, bars, bufs, STAGES: gl.constexpr, SCALED: gl.constexpr):
+    """Asks for both halves' columns of a K block, once the stage is free."""
+    full, empty, lead, results_full, results_empty = bars
+    s = it % STAGES
+    mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
+    # The byte count is a compile-time one.
+    if SCALED:
+        mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK + BLOCK * 4, pred=two)
+        mbarrier.expect(full.index(s), (2 * BLOCK + HALF) * BLOCK + HALF * 4, pred=two == 0)
+        tma_load(b_desc, [first, k * BLOCK], full.index(s), bufs[1].index(s * 2))
+        tma_load(b_desc, [second, k * BLOCK], full.index(s), bufs[1].index(s * 2 + 1))
+    else:
+        mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK, pred=two)
+        mbarrier.expect(full.index(s), (2 * BLOCK + HALF) * BLOCK, pred=two == 0)
+        tma_load(b_desc, [first, k * HALF], full.index(s), bufs[1].index(s).slice(0, BLOCK, 0))
+        tma_load(b_desc, [second, k * HALF], full.index(s), bufs[1].index(s).slice(BLOCK, BLOCK, 0))
+
+
+@gluon.jit
+def load_rows(
+    it, row, k, two, a_desc, scales_desc, bars, bufs, STAGES: gl.constexpr, SCALED: gl.constexpr
+):  # fmt: skip
+    """Asks for the rows, and SCALED for their scales; of a half tile only for the upper half's."""
+    STEP: gl.constexpr = BLOCK if SCALED else HALF
+    s = it % STAGES
+    bar = bars[0].index(s)
+    tma_load(a_desc, [row, k * STEP], bar, bufs[0].index(s * 2))
+    tma_load(a_desc, [row + HALF, k * STEP], bar, bufs[0].index(s * 2 + 1), pred=two)
+    if SCALED:
+        tma_load(scales_desc, [k, row], bar, bufs[2].index(s * 2))
+        tma_load(scales_desc, [k, row + HALF], bar, bufs[2].index(s * 2 + 1), pred=two)
+
+
+@gluon.jit
+def counter_of(word, block, pulled, finished, INTER: gl.constexpr):
+    """(counter, value at which the tile's rows are there, what it counts)"""
+    expert, n, valid, second = unpack(word)
+    counter = pulled + block
+    target = valid
+    phase = PULLED_ROWS + second * 0
+    if second == 1:
+        counter = finished + block
+        target = (INTER // BLOCK) * (1 + (valid > HALF).to(gl.int32))
+        phase = FINISHED_TILES + second * 0
+    return counter, target, phase
+
+
+@gluon.jit
+def load_tile(
+    it, ready, awaited, block, following, row, first, second, two, a_desc, scales_desc, b_desc, bars, bufs, waits,
+    NK: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """Feeds one tile. Returns whether the ``following`` one's rows are there, as seen near the end of this one."""
+    error, budget_ns = waits
+    AHEAD: gl.constexpr = STAGES if STAGES < NK else NK
+    LOOK: gl.constexpr = NK - PEEK if NK > PEEK + AHEAD else AHEAD
+    start = 0
+    if ready == 0:
+        if flags.load_counter(awaited[0]) < awaited[1]:
+            for k in range(AHEAD):
+                load_weights(it + k, first, second, k, two, b_desc, bars, bufs, STAGES, SCALED)
+            flags.wait_for_counter(awaited[0], awaited[1], block, awaited[2], error, budget_ns)
+            for k in range(AHEAD):
+                load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, SCALED)
+            start = AHEAD + 0
+        else:
+            flags.fence_proxies()
+    for k in range(start, LOOK):
+        load_weights(it + k, first, second, k, two, b_desc, bars, bufs, STAGES, SCALED)
+        load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, SCALED)
+    next_ready = 0
+    if flags.load_counter(following[0]) >= following[1]:
+        next_ready = 1
+        flags.fence_proxies()
+    for k in range(LOOK, NK):
+        load_weights(it + k, first, second, k, two, b_desc, bars, bufs, STAGES, SCALED)
+        load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, SCALED)
+    return next_ready
+
+
+@gluon.jit
+def load_tiles(
+    descs, bars, bufs, tables, counters, waits, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    """The loader. Without SCALED any descriptors stand for those of scales."""
+    rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc = descs
+    tiles, sizes, row_source, row_target, row_weights = tables
+    pulled, finished = counters
+    STEP: gl.constexpr = BLOCK if SCALED else HALF
+    UP_K: gl.constexpr = H // STEP
+    DOWN_K: gl.constexpr = INTER // STEP
+    end = end_of_tiles(sizes, H, INTER)
+    place = gl.program_id(0)
+    it = 0
+    ready = 0
+    word, block = read_tile(tiles, place, end)
+    awaited = counter_of(word, block, pulled, finished, INTER)
+    while place < end:
+        expert, n, valid, second = unpack(word)
+        two = valid > HALF
+        this = block
+        row = block * BLOCK
+        place += gl.num_programs(0)
+        word, block = read_tile(tiles, place, end)
+        following = counter_of(word, block, pulled, finished, INTER)
+        if second == 0:
+            gate = expert * (2 * INTER) + n * BLOCK
+            ready = load_tile(
+                it, ready, awaited, this, following, row, gate, gate + INTER, two, rows_desc, row_scales_desc, up_desc,
+                bars, bufs, waits, UP_K, STAGES, SCALED,
+            )  # fmt: skip
+            it += UP_K
+        else:
+            # Past the last column are the next expert's: they are not stored.
+            col = expert * H + n * (2 * BLOCK)
+            ready = load_tile(
+                it, ready, awaited, this, following, row, col, col + BLOCK, two, act_desc, act_scales_desc, down_desc,
+                bars, bufs, waits, DOWN_K, STAGES, SCALED,
+            )  # fmt: skip
+            it += DOWN_K
+        awaited = following
+
+
+# ---------------------------------------------------------------- the storer
+
+
+@gluon.jit
+def store_half(act_desc, d_bufs, bars, turn, row, n, counter, CODES: gl.constexpr, C: gl.constexpr):
+    """CODES: the layout of FP8 codes in the buffer, or None: it holds BF16."""
+    full, empty, lead, results_full, results_empty = bars
+    mbarrier.wait(results_full.index(C), turn & 1)
+    if CODES is None:
+        act = d_bufs.index(C)
+    else:
+        act = reinterpret(d_bufs.index(C), gl.float8e4nv, [HALF, BLOCK], CODES)
+    tma_store(act_desc, [row + C * HALF, n * BLOCK], act)
+    wait_global_writes()
+    mbarrier.arrive(results_empty.index(C), count=1)
+    flags.add_one(counter)
+
+
+@gluon.jit
+def store_tiles(
+    act_desc, bars, d_bufs, tables, counters, H: gl.constexpr, INTER: gl.constexpr, CODES: gl.constexpr
+):  # fmt: skip
+    """The storer: activated tiles into the pool of GEMM 2's rows."""
+    tiles, sizes, row_source, row_target, row_weights = tables
+    pulled, finished = counters
+    end = end_of_tiles(sizes, H, INTER)
+    place = gl.program_id(0)
+    turn0 = 0
+    turn1 = 0
+    while place < end:
+        word, block = read_tile(tiles, place, end)
+        expert, n, valid, second = unpack(word)
+        if second == 0:
+            store_half(act_desc, d_bufs, bars, turn0, block * BLOCK, n, finished + block, CODES, 0)
+            turn0 += 1
+            if valid > HALF:
+                store_half(act_desc, d_bufs, bars, turn1, block * BLOCK, n, finished + block, CODES, 1)
+                turn1 += 1
+        place += gl.num_programs(0)
+
+
+# ---------------------------------------------------------------- pulling rows
+
+
+@gluon.jit
+def pull_rows(
+    tables, counters, peers, pool_words, pool_scales, num_rows, H: gl.constexpr, CHUNK: gl.constexpr,
+    SCALED: gl.constexpr, J: gl.constexpr,
+):  # fmt: skip
+    """One warp: every ``num_programs * PULLERS``-th row of the pool from the rank of its token, SCALED with scales."""
+    tiles, sizes, row_source, row_target, row_weights = tables
+    pulled, finished = counters
+    deltas, words, scales = peers
+    WORDS: gl.constexpr = H // 4 if SCALED else H // 2
+    SCALES: gl.constexpr = H // BLOCK if SCALED else 0
+    VECTORS: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    col = gl.arange(0, CHUNK, layout=VECTORS)
+    group = pieces.lanes(64)
+    used = gl.load(sizes)
+    row = gl.program_id(0) * PULLERS + J
+    while row < used:
+        source = gl.load(row_source + row)
+        if source >= 0:
+            # As a multiple of whole elements, so that the compiler knows that 16-byte alignment is kept.
+            delta = gl.load(deltas + (source >> TOKEN_BITS)) * 4
+            token = (source & ((1 << TOKEN_BITS) - 1)).to(gl.int64)
+            from_words = words + delta + token * WORDS
+            from_scales = scales + delta + token * SCALES
+            to_words = pool_words + row.to(gl.int64) * WORDS
+            for first in gl.static_range(0, SCALES, 64):
+                inside = group + first < SCALES
+                value = gl.load(from_scales + first + group, mask=inside)
+                gl.store(pool_scales + (group + first) * num_rows + row, value, mask=inside)
+            for start in range(0, WORDS, CHUNK):
+                chunk = gl.load(from_words + start + col, mask=col + start < WORDS)
+                gl.store(to_words + start + col, chunk, mask=col + start < WORDS)
+            flags.add_one(pulled + row // BLOCK)
+        row += gl.num_programs(0) * PULLERS
+
+
+# ---------------------------------------------------------------- consumers
+
+
+@gluon.jit
+def scatter_rows(d_buf, f0, f1, row_target, row, slots, n, H: gl.constexpr):
+    """BF16 rows into the slots of their tokens, 256 contiguous bytes of each at a time."""
+    B: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    target = gl.load(row_target + row + gl.arange(0, HALF, layout=gl.SliceLayout(1, B)))
+    cols = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, B))
+    pointers = (slots + n * (2 * BLOCK) + target * 8)[:, None] + cols[None, :]
+    wanted = (target != NO_TARGET)[:, None] & (cols >= 0)[None, :]
+    cta_barrier()
+    d_buf.store(f0.to(gl.bfloat16))
+    cta_barrier()
+    gl.store(pointers, d_buf.load(B), mask=wanted)
+    cta_barrier()
+    d_buf.store(f1.to(gl.bfloat16))
+    cta_barrier()
+    if H % (2 * BLOCK) != 0:
+        wanted = wanted & ((2 * n + 1) * BLOCK < H)
+    gl.store(pointers + BLOCK, d_buf.load(B), mask=wanted)
+
+
+@gluon.jit
+def routing_weights(block, row_weights, LR: gl.constexpr, C: gl.constexpr):
+    """Of consumer C's rows."""
+    return gl.load(row_weights + block * BLOCK + C * HALF + gl.arange(0, HALF, layout=LR))

@@ -1,0 +1,163 @@
+"""Which way a layer's calls take: a pure function of the layer, the device and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megamoe.config import MoEConfig
+from megamoe.errors import MegaMoEError
+from megamoe.kernels import flag_words
+from megamoe.kernels.layout import align_up
+from megamoe.kernels.mega_plan import plan_mega
+from megamoe.plan import COLUMN_ALIGN, plan_memory
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class PathChoice:
+    """A path and why.
+
+    Attributes:
+        path: ``collective`` (torch.distributed between separate kernels), ``staged`` (NVLink between separate kernels;
+            on one rank nothing travels) or ``fused`` (the mega-kernel).
+        reason: a clause.
+    """
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Where the mega-kernel is the faster one: from ``ranks`` on, up to the next entry of that precision.
+
+    Attributes:
+        ranks: R, at least.
+        least_tokens, most_tokens: of any rank; None: no limit.
+        source: what was measured.
+        precision: of the GEMMs.
+    """
+
+    ranks: int
+    least_tokens: int
+    most_tokens: int | None
+    source: str
+    precision: str = "fp8"
+
+
+CROSSOVERS = (
+    Crossover(1, 1, 0, "on one rank nothing travels that the mega-kernel could hide; not measured"),
+    Crossover(2, 1, None, "its prototype ran at 0.94 to 1.3 x a public mega-kernel, 1 to 8192 tokens on 2 H200"),
+    Crossover(1, 1, 0, "the mega-kernel in BF16 has not been measured", "bf16"),
+)
+"""By precision and ascending number of ranks. The mega-kernel beside separate kernels has yet to be measured."""
+
+
+def why_not_fused(config: MoEConfig, ranks: int, *, device_obstacle: str = "", num_experts: int | None = None) -> str:
+    """Why the mega-kernel cannot serve a layer, or nothing.
+
+    Args:
+        device_obstacle: why it does not run on the device, or nothing.
+        num_experts: physical experts of all ranks; default: the config's.
+    """
+    if device_obstacle:
+        return device_obstacle
+    if config.bias:
+        return "the mega-kernel adds no biases"
+    if not config.gated:
+        return f"the mega-kernel has no activation without gate ({config.activation})"
+    if config.max_tokens_per_rank is None:
+        return "max_tokens_per_rank is not set, on which the shared memory depends"
+    try:
+        memory = plan_memory(config, ranks, num_experts=num_experts)
+        plan_mega(memory, kernel_width(config), sms=1)
+    except MegaMoEError as error:
+        return f"beyond the mega-kernel's limits: {error}"
+    return ""
+
+
+def kernel_width(config: MoEConfig) -> int:
+    """I of the weights that the mega-kernel is given: FP8 copies are padded."""
+    return align_up(config.intermediate_size) if config.precision == "fp8" else config.intermediate_size
+
+
+def why_not_staged(config: MoEConfig, ranks: int, *, device: str, dtype: torch.dtype) -> str:
+    """Why rows cannot travel over NVLink, or nothing. ``dtype``: of the GEMMs."""
+    if ranks == 1:
+        return ""
+    if device != "cuda":
+        return f"NVLink joins GPUs, and the device is {device}"
+    if config.max_tokens_per_rank is None:
+        return "max_tokens_per_rank is not set, on which the shared memory depends"
+    if ranks > flag_words.MAX_RANKS:
+        return f"NVLink serves {flag_words.MAX_RANKS} ranks at most"
+    if config.hidden_size % COLUMN_ALIGN:
+        return f"hidden_size is no multiple of {COLUMN_ALIGN}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"rows travel over NVLink in 16 bits, and parameters are {dtype}"
+    return ""
+
+
+def choose_path(
+    config: MoEConfig,
+    *,
+    ranks: int,
+    device: str,
+    dtype: torch.dtype,
+    needs_grad: bool,
+    device_obstacle: str = "",
+    unreachable: str = "",
+    num_experts: int | None = None,
+    crossovers: Sequence[Crossover] = CROSSOVERS,
+) -> PathChoice:
+    """The fastest path that can serve a layer. Nothing is looked up anywhere: all ranks that ask alike choose alike.
+
+    Args:
+        config: the layer; ``max_tokens_per_rank`` is the number of tokens that the choice is made for.
+        ranks: R.
+        device: its type, such as ``cuda``.
+        dtype: of the GEMMs' inputs.
+        needs_grad: whether gradients are recorded.
+        device_obstacle: why the mega-kernel does not run on the device, or nothing.
+        unreachable: why ranks cannot share memory, or nothing.
+        num_experts: physical experts of all ranks; default: the config's.
+        crossovers: what was measured.
+    """
+    obstacle = why_not_staged(config, ranks, device=device, dtype=dtype) or (unreachable if ranks > 1 else "")
+    if obstacle:
+        return PathChoice("collective", obstacle)
+    obstacle = without_fusion(config, ranks, dtype, needs_grad, device_obstacle, num_experts)
+    if obstacle:
+        return PathChoice("staged", obstacle)
+    tokens = config.max_tokens_per_rank
+    known = (each for each in crossovers if each.ranks <= ranks and each.precision == config.precision)
+    measured = max(known, key=lambda each: each.ranks)
+    most = tokens if measured.most_tokens is None else measured.most_tokens
+    return PathChoice("fused" if measured.least_tokens <= tokens <= most else "staged", measured.source)
+
+
+def without_fusion(
+    config: MoEConfig,
+    ranks: int,
+    dtype: torch.dtype,
+    needs_grad: bool,
+    device_obstacle: str = "",
+    num_experts: int | None = None,
+) -> str:
+    """Why calls take separate kernels whatever is faster, or nothing; arguments as in ``choose_path``."""
+    if needs_grad:
+        return "gradients are recorded, and the mega-kernel has no backward pass"
+    obstacle = why_not_fused(config, ranks, device_obstacle=device_obstacle, num_experts=num_experts)
+    if not obstacle and dtype != BF16:
+        obstacle = f"the mega-kernel takes rows in bfloat16, and they are {dtype}"
+    return obstacle
+
+
+def explain(choices: Mapping[str, PathChoice]) -> str:
+    """A line for each kind of calls."""
+    width = max(map(len, choices))
+    return "\n".join(f"{kind:{width}}  {choice.path}: {choice.reason}" for kind, choice in choices.items())
