@@ -12,8 +12,8 @@ from megamoe.comm import exchange_ops
 from megamoe.comm.exchange import Exchange
 from megamoe.comm.failures import named_collective
 from megamoe.errors import fail_value
-from megamoe.kernels.layout import invert_rows, layout_pairs
-from megamoe.kernels.reference import combine_slots, permute
+from megamoe.kernels import local_rows
+from megamoe.kernels.layout import invert_rows
 from megamoe.types import DispatchHandle, ExpertLayout, Routing
 
 
@@ -117,9 +117,8 @@ class CollectiveExchange(Exchange):
         source_starts = receives[:, 0].cumsum(0) - receives[:, 0]
         source = torch.repeat_interleave(receives[:, 1], output_size=sum(pair_receives))
         received_token = received // local + source_starts[source]
-        layout, pair_to_row = layout_pairs(received % local, local)
-        row_to_pair = invert_rows(pair_to_row, layout.num_rows)
-        row_to_received = torch.where(row_to_pair >= 0, permute(received_token, row_to_pair), -1)
+        layout, pair_to_row, row_to_pair = local_rows.layout_both_ways(received % local, local)
+        row_to_received = torch.where(row_to_pair >= 0, local_rows.permute(received_token, row_to_pair), -1)
         return CollectiveHandle(
             counts=layout.counts,
             starts=layout.starts,
@@ -134,12 +133,12 @@ class CollectiveExchange(Exchange):
     def send_rows(self, tokens: torch.Tensor, handle: CollectiveHandle) -> torch.Tensor:
         sends, receives = handle.token_splits
         received = self._exchange(tokens[handle.sent_tokens], sends, receives, "dispatch")
-        return permute(received, handle.row_to_received)
+        return local_rows.permute(received, handle.row_to_received)
 
     def return_rows(self, rows: torch.Tensor, handle: CollectiveHandle, out_dtype: torch.dtype) -> torch.Tensor:
         sends, receives = handle.pair_splits
         pairs = self._exchange(rows[handle.pair_to_row], receives, sends, "combine")
-        return combine_slots(pairs, handle.slot_to_pair, out_dtype)
+        return local_rows.combine_slots(pairs, handle.slot_to_pair, out_dtype)
 
     def send_weights(self, topk_weights: torch.Tensor, handle: CollectiveHandle) -> torch.Tensor:
         sends, receives = handle.pair_splits
@@ -151,7 +150,7 @@ class CollectiveExchange(Exchange):
     def return_weights(self, row_weights: torch.Tensor, handle: CollectiveHandle) -> torch.Tensor:
         sends, receives = handle.pair_splits
         pairs = self._exchange(row_weights[handle.pair_to_row], receives, sends, "combine weights")
-        return permute(pairs, handle.slot_to_pair.flatten()).view(handle.slot_to_pair.shape)
+        return local_rows.permute(pairs, handle.slot_to_pair.flatten()).view(handle.slot_to_pair.shape)
 
     def plan_like(self, routing: Routing, new_size: Callable[[], int]) -> CollectiveHandle:
         index = routing.topk_index

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from megamoe.comm import exchange_ops
 from megamoe.errors import fail_type
-from megamoe.kernels.layout import invert_rows, layout_pairs, max_pool_rows
-from megamoe.kernels.reference import combine_slots, permute
+from megamoe.kernels import local_rows
+from megamoe.kernels.layout import max_pool_rows
 from megamoe.types import DispatchedRows, DispatchHandle, ExpertLayout, Routing
 
 
@@ -199,31 +199,24 @@ class LocalExchange(Exchange):
 
     def plan(self, routing: Routing) -> LocalHandle:
         index = routing.topk_index
-        layout, slot_to_row = layout_pairs(index.flatten(), self.num_experts)
-        return LocalHandle(
-            counts=layout.counts,
-            starts=layout.starts,
-            slot_to_row=slot_to_row.view(index.shape),
-            row_to_slot=invert_rows(slot_to_row, layout.num_rows),
-        )
+        layout, slot_to_row, row_to_slot = local_rows.layout_both_ways(index.flatten(), self.num_experts)
+        return LocalHandle(layout.counts, layout.starts, slot_to_row.view(index.shape), row_to_slot)
 
     def send_rows(self, tokens: torch.Tensor, handle: LocalHandle) -> torch.Tensor:
-        top_k = handle.slot_to_row.shape[1]
-        # Floor division keeps -1 at -1.
-        return permute(tokens, handle.row_to_slot.div(top_k, rounding_mode="floor"))
+        return local_rows.send_rows(tokens, handle.slot_to_row, handle.row_to_slot)
 
     def return_rows(self, rows: torch.Tensor, handle: LocalHandle, out_dtype: torch.dtype) -> torch.Tensor:
-        return combine_slots(rows, handle.slot_to_row, out_dtype)
+        return local_rows.combine_slots(rows, handle.slot_to_row, out_dtype)
 
     def send_weights(self, topk_weights: torch.Tensor, handle: LocalHandle) -> torch.Tensor:
-        return permute(topk_weights.flatten(), handle.row_to_slot)
+        return local_rows.permute(topk_weights.flatten(), handle.row_to_slot)
 
     def return_weights(self, row_weights: torch.Tensor, handle: LocalHandle) -> torch.Tensor:
-        return permute(row_weights, handle.slot_to_row.flatten()).view(handle.slot_to_row.shape)
+        return local_rows.permute(row_weights, handle.slot_to_row.flatten()).view(handle.slot_to_row.shape)
 
     def plan_like(self, routing: Routing, new_size: Callable[[], int]) -> LocalHandle:
         index = routing.topk_index
-        # As layout_pairs chooses it.
+        # As the layout chooses it.
         num_rows = new_size() if index.device.type == "cpu" else max_pool_rows(index.numel(), self.num_experts)
         return LocalHandle(
             counts=index.new_empty(self.num_experts),

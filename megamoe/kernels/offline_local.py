@@ -1,0 +1,89 @@
+"""The kernels of rows that stay on their GPU with every set of types, for ``offline``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megamoe.kernels import triton_local
+from megamoe.kernels.offline_quant import Variant
+
+HIDDEN = 4096
+TOP_KS = (1, 6, 8, 10, 64)
+BINS = (16, 128, 512, 1024)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def variants() -> Iterator[Variant]:
+    """Every kernel in every form that a launcher can ask for, with 16-byte aligned rows."""
+    sizes = dict(num_pairs="i32", num_experts="i32", chunk="i32")
+    for ids in ("i64", "i32"):
+        common = dict(ids=f"*{ids}", histograms="*i32", row_to_pair="*i64", **sizes)
+        for bins in BINS:
+            yield Variant(
+                f"local layout, counts, {bins} experts, {ids}",
+                triton_local._count_kernel,
+                dict(num_rows="i32", **common),
+                dict(BINS=bins, BLOCK=triton_local.COUNT_BLOCK),
+                triton_local.WARPS,
+            )
+            yield Variant(
+                f"local layout, rows, {bins} experts, {ids}",
+                triton_local._assign_kernel,
+                dict(counts="*i64", starts="*i64", pair_to_row="*i64", **common),
+                dict(BINS=bins, AT_ONCE=triton_local.COUNTS_AT_ONCE // bins, SUB=triton_local.SUB),
+                triton_local.LAYOUT_WARPS,
+            )
+    for name, dtype in DTYPES.items():
+        sent = triton_local._columns(HIDDEN, triton_local.SENT_BYTES, dtype)
+        summed = triton_local._columns(HIDDEN, triton_local.SUMMED_BYTES, dtype)
+        for top_k in TOP_KS:
+            unroll = triton_local._unroll(top_k)
+            yield Variant(
+                f"local send, K = {top_k}, {name}",
+                triton_local._send_rows_kernel,
+                dict(
+                    tokens=f"*{name}",
+                    slot_to_row="*i64",
+                    row_to_slot="*i64",
+                    rows=f"*{name}",
+                    num_rows="i32",
+                    num_cols="i32",
+                    token_stride="i32",
+                ),
+                dict(K=top_k, UNROLL=unroll, COLS=sent, PADDING_ROWS=triton_local.PADDING_ROWS),
+                triton_local.WARPS,
+                ("num_cols", "token_stride"),
+            )
+            for out in dict.fromkeys((name, "fp32", "bf16")):
+                yield Variant(
+                    f"local sum, K = {top_k}, {name} to {out}",
+                    triton_local._sum_slots_kernel,
+                    dict(
+                        rows=f"*{name}",
+                        slot_to_row="*i64",
+                        out=f"*{out}",
+                        num_cols="i32",
+                        row_stride="i32",
+                    ),
+                    dict(K=top_k, UNROLL=unroll, COLS=summed),
+                    triton_local.WARPS,
+                    ("num_cols", "row_stride"),
+                )
+        yield Variant(
+            f"local gather of rows, {name}",
+            triton_local._gather_rows_kernel,
+            dict(source=f"*{name}", row_to_source="*i64", rows=f"*{name}", num_cols="i32", source_stride="i32"),
+            dict(COLS=sent),
+            triton_local.WARPS,
+            ("num_cols", "source_stride"),
+        )
+    for name in (*DTYPES, "i64"):
+        yield Variant(
+            f"local gather of values, {name}",
+            triton_local._gather_values_kernel,
+            dict(source=f"*{name}", place_of="*i64", out=f"*{name}", count="i32"),
+            dict(BLOCK=triton_local.VALUES),
+            triton_local.WARPS,
+        )
