@@ -130,8 +130,9 @@ def bench_mega(
     ] = None,
     tokens: Annotated[str, typer.Option(help="Comma-separated tokens of each rank.")] = "1,8,32,128,512,2048,8192",
     routing: Annotated[str, typer.Option(help="Comma-separated: uniform, zipf, one-hot.")] = "uniform",
+    precision: Annotated[str, typer.Option(help="Comma-separated: fp8, bf16.")] = "fp8",
     sweep: Annotated[bool, typer.Option(help="Time other settings and print the regret of the chosen ones.")] = False,
-    peer: Annotated[bool, typer.Option(help="A column for DeepGEMM's mega MoE, if it is installed.")] = True,
+    peer: Annotated[bool, typer.Option(help="A column for DeepGEMM's mega MoE (FP8), if it is installed.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the CSV.")] = Path("bench_results"),
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median counts.")] = 7,
 ) -> None:
@@ -141,8 +142,9 @@ def bench_mega(
     texts = shape or ["7168,2048,64,8"]
     shapes = mega_cases.SHAPES if texts == ["all"] else [_numbers("shape", text, "7168,2048,64,8") for text in texts]
     counts, routings = _numbers("tokens", tokens, "1,8,128"), [name.strip() for name in routing.split(",")]
+    precisions = [name.strip() for name in precision.split(",")]
     try:
-        mega.run(shapes, counts, routings, out, rounds, sweeps=sweep, peer=peer)
+        mega.run(shapes, counts, routings, out, rounds, sweeps=sweep, peer=peer, precisions=precisions)
     except MegaMoEError as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -19,8 +19,8 @@ from megamoe.types import ExpertLayout
 Kept = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """What the backward pass gets from the forward pass besides its operands.
 
-BF16: pre-activations, and with ``down_bias`` the unweighted result. FP8, in place of the rows: their codes, as bytes,
-their scales ``[H / 128, P]``, pre-activations. None where there is nothing, or ``recompute`` wants it again.
+BF16: pre-activations. FP8, in place of the rows: their codes, as bytes, their scales ``[H / 128, P]``, pre-activations.
+None where there is nothing, or ``recompute`` wants it again.
 """
 
 PARAMETERS = ("up_proj", "down_proj", "up_bias", "down_bias")
@@ -47,7 +47,8 @@ def grouped_mlp(
     returns gradients and adds nothing. torch.compile leaves such a call out of its graph.
 
     Args:
-        rows: ``[P, H]``, padding rows zero. Its dtype is the operands' dtype of the BF16 path.
+        rows: ``[P, H]``, padding rows zero; P a multiple of 128 for FP8. Its dtype is the operands' dtype of the BF16
+            path.
         row_weights: ``[P]``, padding zero.
         up_proj: ``[e, 2I, H]`` (gate rows, then up rows), or ``[e, I, H]`` for ``relu2``; any floating dtype. Gradients
             come in this dtype, from fp32 sums. FP8 keeps copies of the weights: see ``weight_cache``.
@@ -59,7 +60,7 @@ def grouped_mlp(
         ``[P, H]`` in the dtype of ``rows``; padding rows are undefined.
 
     Raises:
-        MegaMoEError: a ``main_grad`` of another dtype, shape or device.
+        MegaMoEError: a ``main_grad`` of another dtype, shape or device; another number of rows than FP8 takes.
     """
     operands = rows, row_weights, up_proj, down_proj, up_bias, down_bias
     owners = operands[2:] if owners is None else tuple(owners)
@@ -141,7 +142,7 @@ def _backward(
     with torch.autocast(grad_out.device.type, enabled=False):
         if options.precision == "fp8":
             return mlp_fp8.backward(grad_out, *kept, *operands, layout, options, needed, totals)
-        return mlp_bf16.backward(grad_out, rows, *operands, *kept[:2], layout, options, needed, totals)
+        return mlp_bf16.backward(grad_out, rows, *operands, kept[0], layout, options, needed, totals)
 
 
 class _GroupedMlp(torch.autograd.Function):
@@ -304,12 +305,15 @@ def _keep_for_backward(ctx, inputs, output) -> None:
     ctx.options, (_, *kept) = inputs[8:13], output
     ctx.mark_non_differentiable(*kept)
     rows = None if ctx.options[2] == "fp8" else rows
-    ctx.save_for_backward(rows, *kept, *operands, *inputs[6:8])
+    # Inductor mixes up the strides of several empty tensors and those of others.
+    ctx.save_for_backward(rows, *(x if x.dim() == 2 else None for x in kept), *operands, *inputs[6:8])
 
 
 def _grads(ctx, grad_out, *_):
     needed = list(ctx.needs_input_grad[:6])
-    grads = iter(_backward_operator(grad_out, *ctx.saved_tensors, *ctx.options, needed))
+    rows, *saved = ctx.saved_tensors
+    kept = (grad_out.new_empty(0) if x is None else x for x in saved[:3])
+    grads = iter(_backward_operator(grad_out, rows, *kept, *saved[3:], *ctx.options, needed))
     return *(next(grads) if need else None for need in needed), *[None] * 8
 
 

@@ -10,24 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from megamoe.kernels import gemm_swiglu, pool_gemm, reference
-from megamoe.kernels.layout import row_expert_ids
 from megamoe.kernels.main_grad import finish
-from megamoe.kernels.mlp_activation import activate_backward
+from megamoe.kernels.mlp_activation import activate_rows, activate_rows_backward
 from megamoe.kernels.mlp_options import MlpOptions
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.types import ExpertLayout
-
-
-def _add_bias(rows: torch.Tensor, bias: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
-    dtype = reference.accumulation_dtype(rows)
-    return rows.to(dtype) + reference.permute(bias.to(dtype), row_expert_ids(layout))
-
-
-def _pre_activations(
-    rows: torch.Tensor, up_proj: torch.Tensor, up_bias: torch.Tensor | None, layout: ExpertLayout
-) -> torch.Tensor:
-    pre = pool_gemm.grouped_gemm_nt(rows, up_proj.to(rows.dtype), layout)
-    return pre if up_bias is None else _add_bias(pre, up_bias, layout)
 
 
 def _first_gemm(
@@ -41,11 +28,8 @@ def _first_gemm(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The activation (x routing weight) in the rows' dtype, and the pre-activations, where asked for or on the way."""
     if not pool_gemm.fuses_activation(rows, up_proj, options.activation):
-        pre = _pre_activations(rows, up_proj, up_bias, layout)
-        act = reference.activate(pre, options.activation, options.clamp)
-        if weights is not None:
-            act = act * weights.to(act.dtype).unsqueeze(1)
-        return act.to(rows.dtype), pre
+        pre = pool_gemm.grouped_gemm_nt(rows, up_proj.to(rows.dtype), layout, up_bias)
+        return activate_rows(pre, weights, options.activation, options.clamp, rows.dtype), pre
     pre = rows.new_empty(rows.shape[0], up_proj.shape[1]) if with_pre else None
     if up_bias is not None:
         up_bias = (up_bias if up_bias.dtype == rows.dtype else up_bias.float()).contiguous()
@@ -60,12 +44,6 @@ def _first_gemm(
         pre=pre,
     )
     return act, pre
-
-
-def _unweighted(
-    act: torch.Tensor, down_proj: torch.Tensor, down_bias: torch.Tensor, layout: ExpertLayout
-) -> torch.Tensor:
-    return _add_bias(pool_gemm.grouped_gemm_nt(act, down_proj.to(act.dtype), layout), down_bias, layout)
 
 
 def _weight_gradient(
@@ -100,7 +78,7 @@ def kept_forms(
     rounded = pool_gemm.fuses_activation(rows, up_proj, options.activation)
     rounded |= up_bias is None and pool_gemm.rounds_results(rows, up_proj.to(rows.dtype))
     pre = (rows.shape[0], up_proj.shape[1]), rows.dtype if rounded else wide
-    return [pre, None if down_bias is None else (rows.shape, wide), None]
+    return [pre, None, None]
 
 
 def forward(
@@ -113,22 +91,19 @@ def forward(
     layout: ExpertLayout,
     options: MlpOptions,
     trained: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, None]:
-    """The result, and what the backward pass needs: pre-activations, and with ``down_bias`` the unweighted result.
+) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    """The result, and what the backward pass needs: pre-activations.
 
-    Both are None where the backward pass computes them again, or there will be none.
+    They are None where the backward pass computes them again, or there will be none.
     """
-    keeps, unweighted = trained and options.recompute == "none", None
+    keeps = trained and options.recompute == "none"
     inner_weights = row_weights if down_bias is None else None
     act, pre = _first_gemm(rows, up_proj, up_bias, inner_weights, layout, options, keeps)
-    if down_bias is None:
-        out = pool_gemm.grouped_gemm_nt(act, down_proj.to(rows.dtype), layout)
-    else:
-        unweighted = _unweighted(act, down_proj, down_bias, layout)
-        out = unweighted * row_weights.to(unweighted.dtype).unsqueeze(1)
-    if not keeps:
-        pre = unweighted = None
-    return out.to(rows.dtype), pre, unweighted, None
+    out = pool_gemm.grouped_gemm_nt(act, down_proj.to(rows.dtype), layout, down_bias)
+    if down_bias is not None:
+        weights = row_weights.to(out.dtype).unsqueeze(1)
+        out = torch.mul(out, weights, out=torch.empty_like(out, dtype=rows.dtype))
+    return out.to(rows.dtype), pre if keeps else None, None, None
 
 
 def backward(
@@ -140,7 +115,6 @@ def backward(
     up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     pre: torch.Tensor | None,
-    unweighted: torch.Tensor | None,
     layout: ExpertLayout,
     options: MlpOptions,
     needed: Sequence[bool],
@@ -148,47 +122,40 @@ def backward(
 ) -> list[torch.Tensor | None]:
     """The gradients of the first six arguments of ``forward``, None where not ``needed``.
 
-    Those of the last four are added to their ``totals`` where there are any, and None too.
+    Those of the last four are added to their ``totals`` where there are any, and None too. The routing weight
+    multiplies a row's result, before or after GEMM 2: its gradient, and all others but those of the biases, are the
+    same sums either way.
     """
     up_total, down_total, up_bias_total, down_bias_total = totals
     need_rows, need_weights, need_up, need_down, need_up_bias, need_down_bias = needed
     scale, operands = options.weight_grad_scale, rows.dtype
     grad_rows = grad_weights = grad_up = grad_down = grad_up_bias = grad_down_bias = None
-    dtype = reference.accumulation_dtype(rows)
-    grad_out = grad_out.contiguous()
-    weights = row_weights.to(dtype).unsqueeze(1)
+    grad_out = grad_out.to(operands).contiguous()
+    up, down = up_proj.to(operands), down_proj.to(operands)
     if pre is None:
-        needs_act = down_bias is not None and need_weights
-        if needs_act or pool_gemm.fuses_activation(rows, up_proj, options.activation):
-            # As in the forward pass: the same bits.
-            act, pre = _first_gemm(rows, up_proj, up_bias, None, layout, options, True)
+        if pool_gemm.fuses_activation(rows, up_proj, options.activation):
+            # As in the forward pass: the same bits. Its activation is not needed.
+            _, pre = _first_gemm(rows, up, up_bias, None, layout, options, True)
         else:
-            pre = _pre_activations(rows, up_proj, up_bias, layout)
-        if needs_act:
-            unweighted = _unweighted(act, down_proj, down_bias, layout)
-    if down_bias is not None:
-        if need_weights:
-            grad_weights = (grad_out.to(dtype) * unweighted).sum(dim=1).to(row_weights.dtype)
-        grad_out = grad_out.to(dtype) * weights
-        if need_down_bias:
-            sums = pool_gemm.segment_sum(grad_out, layout)
-            grad_down_bias = finish(sums, scale, down_bias.dtype, down_bias_total)
+            pre = pool_gemm.grouped_gemm_nt(rows, up, layout, up_bias)
 
-    grad_act = pool_gemm.grouped_gemm_nn(grad_out.to(operands), down_proj.to(operands), layout).to(dtype)
-    if down_bias is None:
-        act, grad_pre = activate_backward(pre, grad_act * weights, options.activation, options.clamp)
-        if need_weights:
-            grad_weights = (grad_act * act).sum(dim=1).to(row_weights.dtype)
-        act = act * weights
-    else:
-        act, grad_pre = activate_backward(pre, grad_act, options.activation, options.clamp)
+    grad_act = pool_gemm.grouped_gemm_nn(grad_out, down, layout)
+    grad_pre, act, dots = activate_rows_backward(
+        grad_act, pre, row_weights, options.activation, options.clamp, operands, need_down
+    )
+    if need_weights:
+        if down_bias is not None:
+            dots = dots + pool_gemm.row_dots(grad_out, down_bias, layout)
+        grad_weights = dots.to(row_weights.dtype)
     if need_down:
-        sides = grad_out.to(operands), act.to(operands)
-        grad_down = _weight_gradient(*sides, layout, scale, down_proj.dtype, down_total)
+        grad_down = _weight_gradient(grad_out, act, layout, scale, down_proj.dtype, down_total)
+    if need_down_bias:
+        sums = pool_gemm.segment_sum(grad_out, layout, row_weights)
+        grad_down_bias = finish(sums, scale, down_bias.dtype, down_bias_total)
     if need_rows:
-        grad_rows = pool_gemm.grouped_gemm_nn(grad_pre.to(operands), up_proj.to(operands), layout).to(operands)
+        grad_rows = pool_gemm.grouped_gemm_nn(grad_pre, up, layout).to(operands)
     if need_up:
-        grad_up = _weight_gradient(grad_pre.to(operands), rows, layout, scale, up_proj.dtype, up_total)
+        grad_up = _weight_gradient(grad_pre, rows, layout, scale, up_proj.dtype, up_total)
     if need_up_bias:
         grad_up_bias = finish(pool_gemm.segment_sum(grad_pre, layout), scale, up_bias.dtype, up_bias_total)
     return [grad_rows, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias]

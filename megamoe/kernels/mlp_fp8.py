@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from megamoe.kernels import gemm, gemm_k, gemm_swiglu, mlp_quant, pool_gemm, quant, reference
-from megamoe.kernels.layout import row_expert_ids
+from megamoe.errors import fail_value
+from megamoe.kernels import gemm, gemm_k, gemm_swiglu, mlp_quant, pool_gemm, quant
 from megamoe.kernels.main_grad import can_be_written, finish
 from megamoe.kernels.mlp_options import MlpOptions
 from megamoe.kernels.reference import FP8_BLOCK
@@ -73,15 +73,6 @@ def _weights(row_weights: torch.Tensor) -> torch.Tensor:
     return row_weights.float().contiguous()
 
 
-def _activate(pre: torch.Tensor, weights: torch.Tensor | None, options: MlpOptions) -> Fp8Tensor:
-    """Activation (x routing weight) of ``pre``, cast once."""
-    if options.activation == "swiglu":
-        weights = pre.new_ones(pre.shape[0], dtype=torch.float32) if weights is None else weights
-        return quant.swiglu_quantize_rowwise(pre, weights, options.clamp, mn_major=True)
-    act = reference.activate(pre, options.activation, options.clamp)
-    return quant.quantize_rowwise(act if weights is None else act * weights.unsqueeze(1), mn_major=True)
-
-
 def _fuses(options: MlpOptions, wide: torch.dtype, with_pre: bool) -> bool:
     """Whether GEMM 1 computes the activation, and stores its pre-activations beside it."""
     return options.activation in gemm_swiglu.ACTIVATIONS and (wide == torch.bfloat16 or not with_pre)
@@ -100,7 +91,7 @@ def _first_gemm(
     """The activation (x routing weight), cast, and the pre-activations, where asked for or on the way."""
     if not _fuses(options, wide, with_pre):
         pre = gemm.grouped_fp8_gemm_nt(codes, up, groups, out_dtype=wide, bias=bias)
-        return _activate(pre, weights, options), pre
+        return mlp_quant.activation(pre, weights, options.activation, options.clamp), pre
     shape = codes.codes.shape[0], up.codes.shape[1]
     pre = torch.empty(shape, dtype=wide, device=codes.codes.device) if with_pre else None
     act = gemm_swiglu.grouped_fp8_gemm_swiglu_nt(
@@ -130,7 +121,14 @@ def forward(
     """The result, and with ``trained`` what the backward pass needs, as in ``kept_forms``.
 
     Pre-activations are None where the backward pass computes them again.
+
+    Raises:
+        MegaMoEError: the pool does not consist of blocks of 128 rows.
     """
+    if rows.shape[0] % FP8_BLOCK:
+        fail_value(
+            "rows.shape[0]", rows.shape[0], f"must be a multiple of {FP8_BLOCK} in FP8", "Add rows of no expert."
+        )
     up_padding, down_padding = _paddings(options)
     phase = "training" if trained else "inference"
     up, down = fp8_copy(up_proj, up_padding, phase).plain, fp8_copy(down_proj, down_padding, phase).plain
@@ -144,7 +142,8 @@ def forward(
         out = gemm.grouped_fp8_gemm_nt(act, down, groups, out_dtype=wide)
     else:
         bias = _padded_bias(down_bias, down_padding)
-        out = gemm.grouped_fp8_gemm_nt(act, down, groups, out_dtype=torch.float32, bias=bias) * weights.unsqueeze(1)
+        unweighted = gemm.grouped_fp8_gemm_nt(act, down, groups, out_dtype=torch.float32, bias=bias)
+        out = torch.mul(unweighted, weights.unsqueeze(1), out=torch.empty_like(unweighted, dtype=wide))
     out = _cut_columns(out, rows.shape[1]).to(rows.dtype)
     if not trained:
         return out, None, None, None
@@ -198,19 +197,18 @@ def backward(
         options.activation,
         options.clamp,
         columns=need_up or need_down,
-        exact=need_up_bias,
+        sums=need_up_bias,
     )
     if need_weights:
         grad_weights = inner.row_weights
         if down_bias is not None:
-            grad_weights = grad_weights + _dot_with_bias(grad_out, down_bias, layout)
+            grad_weights = grad_weights + pool_gemm.row_dots(grad_out, down_bias, layout)
         grad_weights = grad_weights.to(row_weights.dtype)
     if need_down:
         sides = grad.columns, inner.act
         grad_down = _parameter_gradient(*sides, layout, down_proj, down_padding, scale, down_total)
     if need_down_bias:
-        weighted = grad_out.float() * weights.unsqueeze(1)
-        sums = pool_gemm.segment_sum(weighted, layout)
+        sums = pool_gemm.segment_sum(grad_out, layout, weights)
         grad_down_bias = finish(sums, scale, down_bias.dtype, down_bias_total)
     if need_rows:
         grad_rows = gemm.grouped_fp8_gemm_nt(inner.pre.rows, up.transposed, groups, out_dtype=wide)
@@ -219,15 +217,17 @@ def backward(
         sides = inner.pre.columns, mlp_quant.columns_of_rows(rows)
         grad_up = _parameter_gradient(*sides, layout, up_proj, up_padding, scale, up_total)
     if need_up_bias:
-        exact = inner.exact.unflatten(1, (options.halves, -1))[:, :, : up_bias.shape[1] // options.halves].flatten(1)
-        grad_up_bias = finish(pool_gemm.segment_sum(exact, layout), scale, up_bias.dtype, up_bias_total)
+        # Padding rows have no weight, and add nothing to their block's sum.
+        sums = pool_gemm.segment_sum(inner.sums, _blocks(layout))
+        sums = sums.unflatten(1, (options.halves, -1))[:, :, : up_bias.shape[1] // options.halves].flatten(1)
+        grad_up_bias = finish(sums, scale, up_bias.dtype, up_bias_total)
     return [grad_rows, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias]
 
 
-def _dot_with_bias(grad_out: torch.Tensor, down_bias: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
-    """fp32 ``[P]``: each row's gradient times its expert's bias."""
-    bias = reference.permute(down_bias.float(), row_expert_ids(layout))
-    return (grad_out.float() * bias).sum(dim=1)
+def _blocks(layout: ExpertLayout) -> ExpertLayout:
+    """``layout`` in blocks of 128 rows."""
+    counts = (layout.counts + FP8_BLOCK - 1) // FP8_BLOCK
+    return ExpertLayout(counts, layout.starts // FP8_BLOCK, layout.num_rows // FP8_BLOCK)
 
 
 def _parameter_gradient(

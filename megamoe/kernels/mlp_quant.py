@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 
 from megamoe.kernels import quant
-from megamoe.kernels.mlp_activation import activate_backward
-from megamoe.kernels.reference import FP8_BLOCK, accumulation_dtype
-from megamoe.kernels.scales import empty_mn_major
+from megamoe.kernels.mlp_activation import activate_backward, dense_columns, runs_triton
+from megamoe.kernels.reference import FP8_BLOCK, activate
 from megamoe.types import Fp8Tensor
 
 ROW, COLUMN = (1, FP8_BLOCK), (FP8_BLOCK, 1)
@@ -33,21 +32,19 @@ class ActivationGrads(NamedTuple):
         pre: the gradient of the pre-activations ``[P, N]``.
         act: the weighted activation ``[P, I]`` column-wise; None where not wanted.
         row_weights: fp32 ``[P]``.
-        exact: the gradient of the pre-activations before its cast; None where not wanted.
+        sums: fp32 ``[P / 128, N]``, those of each 128 rows of the gradient of the pre-activations before its cast; None
+            where not wanted.
     """
 
     pre: Both
     act: Fp8Tensor | None
     row_weights: torch.Tensor
-    exact: torch.Tensor | None
-
-
-def _runs_triton(*tensors: torch.Tensor) -> bool:
-    return all(x.is_cuda and x.dtype != torch.float64 for x in tensors)
+    sums: torch.Tensor | None
 
 
 def _empty_rows(shape: tuple[int, int], device: torch.device) -> Fp8Tensor:
-    scales = empty_mn_major(torch.Size((shape[0], -(-shape[1] // FP8_BLOCK))), torch.float32, device)
+    # Of whole blocks of rows: nothing is left to be padded.
+    scales = torch.empty(-(-shape[1] // FP8_BLOCK), shape[0], device=device).t()
     return Fp8Tensor(torch.empty(shape, dtype=torch.float8_e4m3fn, device=device), scales, ROW)
 
 
@@ -57,14 +54,14 @@ def _empty_columns(shape: tuple[int, int], device: torch.device) -> Fp8Tensor:
 
 
 def cast(x: torch.Tensor, columns: bool) -> Both:
-    """``x [P, N]`` in both forms, or only its rows."""
+    """``x [P, N]`` in both forms, or only its rows; P a multiple of 128."""
     if not columns:
         return Both(quant.quantize_rowwise(x, mn_major=True), None)
-    if not _runs_triton(x):
+    if not runs_triton(x):
         return Both(quant.quantize_rowwise(x, mn_major=True), quant.quantize_columnwise(x))
     from megamoe.kernels import triton_mlp
 
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = dense_columns(x)
     both = Both(_empty_rows(x.shape, x.device), _empty_columns(x.shape, x.device))
     triton_mlp.both_ways(x, both.rows.codes, both.rows.scales, both.columns.codes.t(), both.columns.scales)
     return both
@@ -81,6 +78,22 @@ def columns_of_rows(x: Fp8Tensor) -> Fp8Tensor:
     return columns
 
 
+def activation(pre: torch.Tensor, row_weights: torch.Tensor | None, name: str, clamp: float | None) -> Fp8Tensor:
+    """The activation (x ``row_weights [P]``) of ``pre [P, N]``, cast once, in 1x128 blocks with MN-major scales.
+
+    ``name``, ``clamp``: as ``activation`` and ``clamp`` in ``MoEConfig``; P a multiple of 128.
+    """
+    if not runs_triton(pre):
+        act = activate(pre, name, clamp)
+        act = act if row_weights is None else act * row_weights.unsqueeze(1)
+        return quant.quantize_rowwise(act, mn_major=True)
+    from megamoe.kernels import triton_activation
+
+    act = _empty_rows((pre.shape[0], pre.shape[1] // (1 if name == "relu2" else 2)), pre.device)
+    triton_activation.forward(dense_columns(pre), row_weights, act.codes, act.scales, name, clamp)
+    return act
+
+
 def activation_backward(
     grad: torch.Tensor,
     pre: torch.Tensor,
@@ -89,50 +102,54 @@ def activation_backward(
     clamp: float | None,
     *,
     columns: bool,
-    exact: bool = False,
+    sums: bool = False,
 ) -> ActivationGrads:
     """The backward pass of activation x routing weight in fp32, each result rounded once.
 
     Args:
-        grad: ``[P, I]``, gradient of the weighted activation; I a multiple of 128.
+        grad: ``[P, I]``, gradient of the weighted activation; P and I multiples of 128.
         pre: ``[P, 2I]``, or ``[P, I]`` for ``relu2``.
         row_weights: fp32 ``[P]``.
         activation, clamp: as in ``MoEConfig``.
         columns: whether weight gradients follow, which need the column-wise forms.
-        exact: whether the gradient of a bias follows, which is summed from unrounded values.
+        sums: whether the gradient of a bias follows, which is summed from unrounded values.
     """
-    if activation == "swiglu" and not exact and _runs_triton(grad, pre):
-        if columns:
-            return _swiglu_backward(grad, pre, row_weights, clamp)
-        rows, weight_grads = quant.swiglu_backward_quantize_rowwise(grad, pre, row_weights, clamp, mn_major=True)
-        return ActivationGrads(Both(rows, None), None, weight_grads, None)
-    dtype, weights = accumulation_dtype(grad), row_weights.unsqueeze(1)
-    grad = grad.to(dtype)
+    if runs_triton(grad, pre):
+        return _on_gpu(grad, pre, row_weights, activation, clamp, columns, sums)
+    weights = row_weights.unsqueeze(1)
     act, grad_pre = activate_backward(pre, grad * weights, activation, clamp)
     weight_grads = (grad * act).sum(dim=1)
     act_columns = quant.quantize_columnwise(act * weights) if columns else None
-    return ActivationGrads(cast(grad_pre, columns), act_columns, weight_grads, grad_pre if exact else None)
+    block_sums = grad_pre.unflatten(0, (pre.shape[0] // FP8_BLOCK, FP8_BLOCK)).sum(dim=1) if sums else None
+    return ActivationGrads(cast(grad_pre, columns), act_columns, weight_grads, block_sums)
 
 
-def _swiglu_backward(
-    grad: torch.Tensor, pre: torch.Tensor, row_weights: torch.Tensor, clamp: float | None
+def _on_gpu(
+    grad: torch.Tensor,
+    pre: torch.Tensor,
+    row_weights: torch.Tensor,
+    activation: str,
+    clamp: float | None,
+    columns: bool,
+    sums: bool,
 ) -> ActivationGrads:
     from megamoe.kernels import triton_mlp
 
-    both = Both(_empty_rows(pre.shape, pre.device), _empty_columns(pre.shape, pre.device))
-    act = _empty_columns(grad.shape, grad.device)
-    parts = torch.empty(grad.shape[1] // FP8_BLOCK, grad.shape[0], device=grad.device)
-    triton_mlp.swiglu_backward(
-        grad,
-        pre,
+    (num_rows, inter), device = grad.shape, grad.device
+    rows = _empty_rows(pre.shape, device)
+    pre_columns, act = (_empty_columns(x.shape, device) if columns else None for x in (pre, grad))
+    parts = torch.empty(inter // FP8_BLOCK, num_rows, device=device)
+    block_sums = torch.empty(num_rows // FP8_BLOCK, pre.shape[1], device=device) if sums else None
+    triton_mlp.activation_backward(
+        dense_columns(grad),
+        dense_columns(pre),
         row_weights,
-        both.rows.codes,
-        both.rows.scales,
-        both.columns.codes.t(),
-        both.columns.scales,
-        act.codes.t(),
-        act.scales,
+        rows.codes,
+        rows.scales,
+        (pre_columns.codes.t(), pre_columns.scales, act.codes.t(), act.scales) if columns else None,
         parts,
+        block_sums,
+        activation,
         clamp,
     )
-    return ActivationGrads(both, act, parts.sum(dim=0), None)
+    return ActivationGrads(Both(rows, pre_columns), act, parts.sum(dim=0), block_sums)

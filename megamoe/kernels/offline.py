@@ -26,7 +26,15 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from megamoe.kernels import offline_exchange, offline_gemm, offline_gemm_k, offline_mega, offline_mlp, offline_quant
+from megamoe.kernels import (
+    offline_exchange,
+    offline_gemm,
+    offline_gemm_k,
+    offline_local,
+    offline_mega,
+    offline_mlp,
+    offline_quant,
+)
 from megamoe.kernels.gluon import pieces
 
 SHARED_MEMORY_LIMIT = 227 * 1024
@@ -76,6 +84,12 @@ ALLOWED_SPILLS = (
         "erf needs more registers than other activations (triton 3.7)",
     ),
     AllowedSpill(
+        "fp8_gemm_kernel",
+        lambda c: c["PRE"] and c["CLAMP"] and c["ACTIVATION"] == pieces.GEGLU.value,
+        144,
+        "between tiles erf and the clamp are live with the stores of gate and up (triton 3.6, 3.7)",
+    ),
+    AllowedSpill(
         "fp8_skinny_gemm_kernel",
         lambda c: (c["BLOCK_M"], c["BLOCK_N"], c["KS"]) == (128, 128, 2),
         16,
@@ -97,6 +111,18 @@ ALLOWED_SPILLS = (
         "mega_moe_kernel",
         lambda c: c["CHUNK"] > 512,
         48,
+        "a warp that pulls has few registers for a longer piece of a row",
+    ),
+    AllowedSpill(
+        "mega_moe_bf16_kernel",
+        lambda c: c["H"] > 2048,
+        16,
+        "what is the same for all tiles is read again between them",
+    ),
+    AllowedSpill(
+        "mega_moe_bf16_kernel",
+        lambda c: c["CHUNK"] > 512,
+        64,
         "a warp that pulls has few registers for a longer piece of a row",
     ),
     AllowedSpill(
@@ -160,6 +186,7 @@ def variants() -> tuple[Variant, ...]:
         *offline_mega.movements(),
         *offline_exchange.movements(),
         *offline_mlp.variants(),
+        *offline_local.variants(),
         *offline_quant.variants(),
     )
 

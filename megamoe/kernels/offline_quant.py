@@ -19,6 +19,7 @@ class Variant:
 
     Attributes:
         aligned: parameters that are multiples of 16, besides the pointers.
+        max_registers: of a thread, where the launcher limits them.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Variant:
     constants: dict[str, Any]
     num_warps: int
     aligned: tuple[str, ...] = ()
+    max_registers: int | None = None
 
     def compile(self) -> Any:
         """The compiled kernel, for the active driver's target."""
@@ -38,7 +40,7 @@ class Variant:
         ]
         source = ASTSource(self.kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in divisible})
         target = driver.active.get_current_target()
-        return triton.compile(source, target=target, options=dict(num_warps=self.num_warps))
+        return triton.compile(source, target=target, options=dict(num_warps=self.num_warps, maxnreg=self.max_registers))
 
 
 def variants() -> Iterator[Variant]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megamoe.kernels import gemm, gemm_k, gemm_ops, gemm_swiglu, main_grad, reference
-from megamoe.kernels.layout import ALIGN
+from megamoe.kernels.layout import ALIGN, row_expert_ids
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.types import ExpertLayout
 
@@ -50,16 +50,34 @@ def _group_ends(layout: ExpertLayout) -> torch.Tensor:
     return (layout.starts + (layout.counts + ALIGN - 1) // ALIGN * ALIGN).to(torch.int32)
 
 
-def grouped_gemm_nt(a: torch.Tensor, b: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
+def grouped_gemm_nt(
+    a: torch.Tensor, b: torch.Tensor, layout: ExpertLayout, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """``[P, N]``: row p of expert j is ``a[p] @ b[j]^T``; ``a [P, K]``, ``b [e, N, K]``.
 
     Padding rows of ``a`` inside a group must be zero; those of the result hold zeros or, past the last group, anything.
+
+    With ``bias [e, N]`` the result is fp32 (fp64 where ``a`` is), and its padding rows may hold anything finite.
     """
+    if bias is not None:
+        return _grouped_gemm_nt_with_bias(a, b, layout, bias)
     if _kernels_have_it(a, b):
         return gemm.grouped_bf16_gemm_nt(a.contiguous(), b.contiguous(), RowGroups.padded(layout))
     if _torch_has_it(a, b):
         return F.grouped_mm(a, b.transpose(1, 2), offs=_group_ends(layout))
     return reference.grouped_gemm_nt(a, b, layout)
+
+
+def _grouped_gemm_nt_with_bias(
+    a: torch.Tensor, b: torch.Tensor, layout: ExpertLayout, bias: torch.Tensor
+) -> torch.Tensor:
+    if _kernels_have_it(a, b):
+        bias = (bias if bias.dtype == torch.bfloat16 else bias.float()).contiguous()
+        operands = a.contiguous(), b.contiguous(), RowGroups.padded(layout)
+        return gemm.grouped_bf16_gemm_nt(*operands, out_dtype=torch.float32, bias=bias)
+    out = grouped_gemm_nt(a, b, layout)
+    dtype = reference.accumulation_dtype(a)
+    return out.to(dtype) + reference.permute(bias.to(dtype), row_expert_ids(layout))
 
 
 def grouped_gemm_nn(a: torch.Tensor, b: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
@@ -108,11 +126,32 @@ def add_grouped_gemm_k(
         total.add_(grouped_gemm_k(a, b, layout), alpha=scale)
 
 
-def segment_sum(rows: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
-    """fp32 ``[e, N]``: the sum of each expert's rows of ``rows [P, N]``; rows of no expert may hold anything."""
+def segment_sum(rows: torch.Tensor, layout: ExpertLayout, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """fp32 ``[e, N]``: the sum of each expert's rows of ``rows [P, N]`` (x ``weights [P]``), in fp64 where they are.
+
+    Rows of no expert may hold anything.
+    """
     if not rows.is_cuda:
+        if weights is not None:
+            dtype = reference.accumulation_dtype(rows, weights)
+            rows = rows.to(dtype) * weights.to(dtype).unsqueeze(1)
         return reference.segment_sum(rows, layout)
     from megamoe.kernels import triton_segments
 
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    return triton_segments.segment_sums(rows, layout.starts, layout.counts, reference.accumulation_dtype(rows))
+    dtype = reference.accumulation_dtype(rows)
+    return triton_segments.segment_sums(rows, layout.starts, layout.counts, dtype, weights)
+
+
+def row_dots(rows: torch.Tensor, vectors: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
+    """fp32 ``[P]``: each row of ``rows [P, N]`` times its expert's of ``vectors [e, N]``, in fp64 where rows are.
+
+    Rows of no expert get anything.
+    """
+    ids, dtype = row_expert_ids(layout), reference.accumulation_dtype(rows)
+    if not rows.is_cuda:
+        return (rows.to(dtype) * reference.permute(vectors.to(dtype), ids)).sum(dim=1)
+    from megamoe.kernels import triton_segments
+
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    return triton_segments.row_dots(rows, vectors.contiguous(), ids, dtype)

@@ -340,8 +340,8 @@ def blockwise(
             num_warps=8,
         )
     if transposed is not None and not turned:
-        transposed[0].view(torch.uint8).copy_(codes.view(torch.uint8).transpose(1, 2))
-        transposed[1].copy_(scales.transpose(1, 2))
+        transposed[0].view(torch.uint8).copy_(codes.view(torch.uint8).transpose(-2, -1))
+        transposed[1].copy_(scales.transpose(-2, -1))
 
 
 def columnwise(

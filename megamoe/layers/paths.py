@@ -51,10 +51,11 @@ class Crossover:
 
 CROSSOVERS = (
     Crossover(1, 1, 0, "on one rank nothing travels that the mega-kernel could hide; not measured"),
-    Crossover(2, 1, None, "its prototype ran at 0.94 to 1.3 x a public mega-kernel, 1 to 8192 tokens on 2 H200"),
-    Crossover(1, 1, 0, "the mega-kernel in BF16 has not been measured", "bf16"),
+    Crossover(2, 1, None, "1.00 to 1.29 x separate kernels, 1 to 8192 tokens on 2 H200"),
+    Crossover(1, 1, 0, "on one rank nothing travels that the mega-kernel could hide; not measured", "bf16"),
+    Crossover(2, 8192, None, "1.07 x separate kernels with 8192 tokens on 2 H200, 0.98 x with 2048", "bf16"),
 )
-"""By precision and ascending number of ranks. The mega-kernel beside separate kernels has yet to be measured."""
+"""By precision and ascending number of ranks, from ``bench mega``."""
 
 
 def why_not_fused(config: MoEConfig, ranks: int, *, device_obstacle: str = "", num_experts: int | None = None) -> str:

@@ -74,6 +74,14 @@ def test_types_tiles_and_options_do(compilations):
         compiled(operands(case, torch.empty(256, 256))),
         compiled(operands(case, torch.empty(256, 128, dtype=torch.bfloat16)), activation="swiglu"),
         compiled(operands(case, torch.empty(256, 128, dtype=torch.bfloat16)), activation="swiglu", clamp=1.0),
+        compiled(
+            operands(
+                case,
+                torch.empty(256, 128, dtype=torch.bfloat16),
+                pre=torch.empty(256, 256, dtype=torch.bfloat16),
+            ),
+            activation="swiglu",
+        ),
         compiled(operands(case, bias=torch.zeros(2, 256))),
         compiled(operands(case, bias=torch.zeros(2, 256, dtype=torch.bfloat16))),
         compiled(operands(Case((100, 3), 256, 256, fp8=False)), Tile(128, 256, 4, skew=2)),

@@ -9,8 +9,9 @@ from megamoe.comm.exchange import LocalExchange
 from megamoe.kernels import gemm_k, mlp_fp8, mlp_quant, reference, weight_cache
 from megamoe.kernels.mlp import grouped_mlp
 from megamoe.kernels.mlp_options import MlpOptions
-from megamoe.types import Fp8Tensor
+from megamoe.types import ExpertLayout, Fp8Tensor
 from tests.kernels.test_mlp import NAMES, leaves, moe
+from tests.support.errors import fails
 from tests.support.generators import ExpertWeights, random_expert_weights, random_routing
 from tests.support.metrics import assert_close, relative_error
 from tests.support.plain_moe import ACTIVATIONS, plain_moe
@@ -152,6 +153,21 @@ def test_a_weight_gradient_is_one_product(dtype, monkeypatch, seed):
     for name, (a, b, rows, out_dtype) in zip(("down_proj", "up_proj"), calls, strict=True):
         assert out_dtype == dtype and torch.equal(rows.index, layout.ends.int())
         assert torch.equal(grads[name], reference.grouped_gemm_k_fp8(a, b, layout).to(dtype))
+
+
+def test_rows_outside_whole_blocks_raise():
+    """Column-wise scales are those of 128 rows."""
+    layout = ExpertLayout(torch.tensor([100]), torch.tensor([0]), 100)
+    weights = random_expert_weights(1, 128, 128)
+    with fails(ValueError, "rows.shape[0]", 100, "multiple of 128"):
+        grouped_mlp(
+            torch.zeros(100, 128),
+            torch.zeros(100),
+            weights.up_proj,
+            weights.down_proj,
+            layout,
+            MlpOptions("swiglu", precision="fp8"),
+        )
 
 
 # ---------------------------------------------------------------- what is kept

@@ -12,6 +12,7 @@ from tests.kernels.test_mlp import NAMES
 from tests.kernels.test_mlp_fp8_gpu import Pool
 from tests.kernels.test_mlp_fp8_training import Case
 from tests.support.metrics import assert_close
+from tests.support.plain_moe import ACTIVATIONS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,6 +55,47 @@ def test_no_wait_in_a_step(activation, bias, sizes, precision, seed):
     expected = Pool(case, "cpu", precision).step()
     for name, want in expected.items():
         assert_close(got[name].cpu(), want, 2e-2, name)
+
+
+@BOTH
+@pytest.mark.parametrize("recompute", ["none", "activation"])
+def test_no_wide_temporaries(recompute, precision, seed):
+    """The backward pass needs its operands and results, in their dtypes: no matrix of the rows in fp32."""
+    hidden, width = 256, 2048
+    pool = Pool(Case(hidden=hidden, width=width, tokens=4096, experts=4, dtype=BF16), "cuda", precision)
+    inputs, num_rows = [pool.rows, pool.row_weights, *pool.weights.tensors()], pool.rows.shape[0]
+    for _ in range(2):
+        out = pool.forward(recompute)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        grads = torch.autograd.grad(out, inputs, pool.grad)
+        peak = torch.cuda.max_memory_allocated() - before
+    # Gradients of the activation and of the pre-activations, the activation; in FP8 both casts of the latter two. Then
+    # what comes in, and pre-activations with the activation beside them.
+    between = 2 + (4 + 2 if precision == "bf16" else 2 + 2 + 1)
+    again = 4 + 2 if recompute == "activation" else 0
+    allowed = num_rows * (width * (between + again) + 8 * hidden) + sum(grad.nbytes for grad in grads)
+    assert peak < 1.1 * allowed
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("recompute", ["none", "activation"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_bf16_gradients(activation, recompute, bias, seed):
+    """Every parameter of every expert against the CPU, whose pre-activations are not rounded, and against fp64."""
+    case = Case(activation, bias, hidden=512, width=256, tokens=600, experts=5)
+    actual, expected = Pool(case, "cuda", "bf16").step(recompute), Pool(case, "cpu", "bf16").step(recompute)
+    exact = Pool(case, "cpu", "bf16")
+    exact.rows, exact.row_weights = (x.detach().double().requires_grad_() for x in (exact.rows, exact.row_weights))
+    exact.weights, exact.grad = exact.weights.to(torch.float64).requires_grad_(), exact.grad.double()
+    exact = exact.step()
+    for name, want in expected.items():
+        got = actual[name].cpu()
+        parts = zip(got, want, exact[name], strict=True) if name in NAMES[2:] else [(got, want, exact[name])]
+        for mine, theirs, double in parts:
+            assert_close(mine, theirs, 1e-2, name)
+            assert_close(mine, double, 1e-2, name)
 
 
 @BOTH

@@ -22,13 +22,23 @@ SOME = {
     r"^swiglu backward, 4 rows, bf16$": 1,
     r"^pack UE8M0$": 1,
     r"^dispatch_kernel, dispatch fp8, decode, 1 of 1$": 1,
-    r"^combine_kernel, combine, prefill, . of 2$": 2,
+    r"^dispatch_kernel, dispatch bf16, 16 tokens, 1 of 1$": 1,
+    r"^combine_kernel, combine, prefill, 1 of 1$": 1,
     r"^(mega_moe|route|combine)_kernel, mega 2048 x 768, 64 tokens$": 3,
+    r"^mega_moe_bf16_kernel, mega 2048 x 768, bf16, 64 tokens$": 1,
     r"^fp8 nt 128x256 .* 1 together .* masked swiglu weighted to fp8$": 1,
     r"^fp8 nt 128x256 .* 1 together .* dense to bf16$": 1,
     r"^fp8 nt 16x64 swapped 4 K blocks .* psum to bf16$": 2,
     r"^bf16 nn 128x256 .* psum \+ C to bf16$": 1,
     r"^bf16 nt 128x256 .* psum swiglu to bf16$": 1,
+    r"^fp8 nt 128x256 .* psum swiglu weighted with pre-activations to fp8$": 1,
+    r"^segment sums, fp32$": 1,
+    r"^row dots, bf16 x fp32$": 1,
+    r"^swiglu backward \+ activation, bf16 to bf16$": 1,
+    r"^swiglu backward both ways, bf16$": 1,
+    r"^both ways, bf16$": 1,
+    r"^relu2 x weight, bf16 to fp8e4nv$": 1,
+    r"^local (layout, (counts|rows), 128 experts, i64|(send|sum), K = 8, bf16( to bf16)?)$": 4,
     r"^bf16 tn 128x256 4 stages skew 2 .* \+ C to fp32$": 1,
     r"^fp8 tn 128x256 3 stages .* of 8 to bf16$": 1,
 }
@@ -102,14 +112,15 @@ def test_the_list_has_every_k_grouped_tile_and_result(dtype):
 def test_the_list_has_every_kernel_of_a_mega_call():
     found = offline_mega.movements()
     names = {each.kernel.fn.__name__ for each in found}
-    assert names == {"route_kernel", "mega_moe_kernel", "combine_kernel"} - (
-        set() if mega.SUPPORTED else {"mega_moe_kernel"}
-    )
+    wanted = {"route_kernel", "mega_moe_kernel", "mega_moe_bf16_kernel", "combine_kernel"}
+    assert names == wanted - (set() if mega.FP8_SUPPORTED else {"mega_moe_kernel"})
     routes = [each.constants for each in found if each.kernel.fn.__name__ == "route_kernel"]
-    assert {constants["STAGE"] for constants in routes} == {False, True}
-    kernels = [each.constants for each in found if each.kernel.fn.__name__ == "mega_moe_kernel"]
-    for parameter in ("H", "INTER", "SKEW", "CHUNK", "ACTIVATION", "CLAMP"):
-        assert not kernels or len({constants[parameter] for constants in kernels}) > 1, parameter
+    for parameter in ("STAGE", "ROWS", "FP8"):
+        assert {constants[parameter] for constants in routes} == {False, True}
+    for kernel in names & {"mega_moe_kernel", "mega_moe_bf16_kernel"}:
+        kernels = [each.constants for each in found if each.kernel.fn.__name__ == kernel]
+        for parameter in ("H", "INTER", "SKEW", "CHUNK", "ACTIVATION", "CLAMP"):
+            assert len({constants[parameter] for constants in kernels}) > 1, (kernel, parameter)
 
 
 def test_launchers_name_arguments_in_the_kernels_order():

@@ -86,6 +86,20 @@ def test_cpu(seed, counts):
     check_gemms(counts, "cpu", spare=0)
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["added", "inside the product"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_bias(dtype, kernels, monkeypatch, seed):
+    """The result is not rounded."""
+    monkeypatch.setattr(pool_gemm, "_kernels_have_it", lambda a, b: kernels)
+    layout = layout_of([127, 0, 130], spare=0)
+    a, weight, bias = pool(layout, 64), torch.randn(3, 96, 64).bfloat16(), torch.randn(3, 96).to(dtype)
+    out = pool_gemm.grouped_gemm_nt(a, weight, layout, bias)
+    assert out.dtype == torch.float32 and out.isfinite().all()
+    for expert, (start, end) in enumerate(layout.spans()):
+        expected = a[start:end].double() @ weight[expert].double().t() + bias[expert].double()
+        assert_close(out[start:end], expected, 1e-5, f"expert {expert}")
+
+
 @pytest.mark.parametrize("counts", COUNTS)
 def test_torch_grouped_mm_on_a_cpu(seed, counts, monkeypatch):
     """The branch for GPUs, on torch's CPU implementation: operand order, transpositions and group ends."""

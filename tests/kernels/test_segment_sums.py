@@ -1,4 +1,4 @@
-"""The sums of biases' gradients on a GPU: the Triton kernel in its interpreter, and on a GPU without a wait for it."""
+"""Sums and products for gradients of biases: the Triton kernels in the interpreter, and on a GPU, without a wait."""
 
 from __future__ import annotations
 
@@ -26,13 +26,28 @@ def poisoned(layout: ExpertLayout, columns: int, dtype: torch.dtype) -> torch.Te
     return rows
 
 
-def check(layout: ExpertLayout, rows: torch.Tensor, out: torch.Tensor) -> None:
+def check(layout: ExpertLayout, rows: torch.Tensor, out: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+    wide = rows.double() if weights is None else rows.double() * weights.double().unsqueeze(1)
     assert out.dtype == reference.accumulation_dtype(rows) and out.shape == (layout.counts.numel(), rows.shape[1])
     for expert, (start, end) in enumerate(layout.spans()):
         if start == end:
             assert torch.equal(out[expert].cpu(), torch.zeros(rows.shape[1], dtype=out.dtype)), expert
         else:
-            assert_close(out[expert].cpu(), rows[start:end].double().sum(dim=0), 1e-5, f"expert {expert}")
+            assert_close(out[expert].cpu(), wide[start:end].sum(dim=0), 1e-5, f"expert {expert}")
+
+
+def weights_of(layout: ExpertLayout) -> torch.Tensor:
+    """Positive, so that no sum is small by chance; NaN where no row is any expert's."""
+    return poisoned(layout, 1, torch.float32)[:, 0].abs() + 0.1
+
+
+def check_dots(layout: ExpertLayout, rows: torch.Tensor, vectors: torch.Tensor, out: torch.Tensor) -> None:
+    assert out.dtype == reference.accumulation_dtype(rows) and out.shape == rows.shape[:1]
+    for expert, (start, end) in enumerate(layout.spans()):
+        mine, (values, vector) = out[start:end].cpu(), (x.double() for x in (rows[start:end], vectors[expert]))
+        # A sum may be small by chance.
+        limit = 1e-6 * (values.abs() @ vector.abs())
+        assert ((mine - values @ vector).abs() <= limit).all(), f"expert {expert}"
 
 
 IN_INTERPRETER = """
@@ -42,8 +57,9 @@ import torch
 torch.cuda.device = lambda device: contextlib.nullcontext()
 
 from megamoe.kernels import reference, triton_segments
+from megamoe.kernels.layout import row_expert_ids
 from tests.kernels.test_pool_gemm import COUNTS, layout_of
-from tests.kernels.test_segment_sums import check, poisoned
+from tests.kernels.test_segment_sums import check, check_dots, poisoned, weights_of
 
 torch.manual_seed(int(sys.argv[1]))
 counts = [param.values[0] for param in COUNTS] + [[1] * 130]
@@ -54,6 +70,13 @@ for number, each in enumerate(counts):
     assert rows.stride(0) == 200
     wide = reference.accumulation_dtype(rows)
     check(layout, rows, triton_segments.segment_sums(rows, layout.starts, layout.counts, wide))
+    weights = weights_of(layout)
+    out = triton_segments.segment_sums(rows, layout.starts, layout.counts, wide, weights)
+    check(layout, rows, out, weights)
+    rows = poisoned(layout, 400, dtype)[:, 20:300 + number]
+    vectors = torch.randn(len(each), rows.shape[1], dtype=(dtype, wide)[number % 2])
+    out = triton_segments.row_dots(rows, vectors, row_expert_ids(layout), wide)
+    check_dots(layout, rows, vectors, out)
 print("done")
 """
 
@@ -76,6 +99,9 @@ def test_cpu(counts, seed):
     layout = layout_of(counts, spare=128)
     rows = poisoned(layout, 24, torch.float32)
     check(layout, rows, pool_gemm.segment_sum(rows, layout))
+    weights, vectors = weights_of(layout), torch.randn(layout.counts.numel(), 24)
+    check(layout, rows, pool_gemm.segment_sum(rows, layout, weights), weights)
+    check_dots(layout, rows, vectors, pool_gemm.row_dots(rows, vectors, layout))
 
 
 @pytest.mark.gpu
@@ -96,6 +122,10 @@ def test_gpu(counts, dtype, seed):
     assert torch.equal(out, again)
     # Column slices, whose rows do not follow each other in memory.
     assert torch.equal(pool_gemm.segment_sum(on_gpu[:, 64:200], there), out[:, 64:200])
+    weights, vectors = weights_of(layout), torch.randn(layout.counts.numel(), 264)
+    check(layout, rows, pool_gemm.segment_sum(on_gpu, there, weights.cuda()), weights)
+    for each in (vectors, vectors.to(dtype)):
+        check_dots(layout, rows, each, pool_gemm.row_dots(on_gpu, each.cuda(), there))
 
 
 @pytest.mark.gpu

@@ -72,7 +72,8 @@ def test_precisions_are_measured_apart():
         (bf16, 8, PathChoice("fused", "numbers")),
     ]:
         assert choose(replace(config, max_tokens_per_rank=tokens), crossovers=table) == wanted
-    assert choose(bf16) == PathChoice("staged", "the mega-kernel in BF16 has not been measured")
+    assert choose(replace(bf16, max_tokens_per_rank=2048)).path == "staged"
+    assert choose(replace(bf16, max_tokens_per_rank=8192)).path == "fused"
 
 
 def test_replicas_count():
