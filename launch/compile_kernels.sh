@@ -2,6 +2,7 @@
 # Compiles every device kernel for Hopper with the oldest, the usual and the newest supported triton; no GPU needed:
 #   ./launch/compile_kernels.sh            all three
 #   ./launch/compile_kernels.sh 3.7.1      these versions
+# Every form of a kernel with the first version, all of Gluon's kernels and one of each of Triton's with the others.
 # Prints the kernels that do not compile, spill or do not fit. The whole table of the environment's own triton:
 #   python -m megamoe.kernels.offline
 #
@@ -16,6 +17,7 @@ if (($# == 0)); then
     set -- 3.6.0 3.7.1 3.9.0
 fi
 failed=()
+forms=()
 for version in "$@"; do
     target="$folder/$version"
     if [[ ! -d "$target/triton-$version.dist-info" ]]; then
@@ -23,7 +25,9 @@ for version in "$@"; do
         rm -rf "$target"
         python -m pip install --quiet --disable-pip-version-check --no-deps --target "$target" "triton==$version"
     fi
-    PYTHONPATH="$target${PYTHONPATH:+:$PYTHONPATH}" python -m megamoe.kernels.offline --failures || failed+=("$version")
+    PYTHONPATH="$target${PYTHONPATH:+:$PYTHONPATH}" python -m megamoe.kernels.offline --failures "${forms[@]}" \
+        || failed+=("$version")
+    forms=(--brief)
 done
 if ((${#failed[@]})); then
     echo "error: kernels failed with triton ${failed[*]}" >&2

@@ -1,8 +1,8 @@
 """Compiles every device kernel to a cubin without a GPU and reports registers, spills and shared memory.
 
-Run: python -m megamoe.kernels.offline [--arch sm_90a] [--only REGEX] [--failures]. Exits with 1 if a kernel does not
-compile, spills, needs too much memory, or has its tensor-core products serialised by the assembler. Needs triton;
-nothing is loaded onto a device.
+Run: python -m megamoe.kernels.offline [--arch sm_90a] [--only REGEX] [--brief] [--failures]. Exits with 1 if a
+kernel does not compile, spills, needs too much memory, or has its tensor-core products serialised by the assembler. Needs
+triton; nothing is loaded onto a device.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import driver
 
 from megamoe.kernels import (
@@ -236,9 +237,20 @@ def _report(index: int) -> Report:
     return compile_variant(variants()[index])
 
 
-def compile_all(arch: str = "sm_90a", only: str = "") -> Iterator[Report]:
-    """Compiles the ``variants`` whose name matches ``only`` anywhere, in processes of their own."""
-    chosen = [index for index, variant in enumerate(variants()) if re.search(only, variant.name)]
+def chosen_variants(only: str = "", brief: bool = False) -> list[int]:
+    """Places of the ``variants`` whose name matches ``only`` anywhere; ``brief``: of Triton's kernels the last one of
+    each, which the compiler itself lays out in registers. Gluon's are laid out by us, and all remain."""
+    chosen = {}
+    for index, variant in enumerate(variants()):
+        if re.search(only, variant.name):
+            in_gluon = isinstance(variant.kernel, GluonJITFunction)
+            chosen[variant.name if in_gluon or not brief else variant.kernel.fn.__name__] = index
+    return sorted(chosen.values())
+
+
+def compile_all(arch: str = "sm_90a", only: str = "", brief: bool = False) -> Iterator[Report]:
+    """Compiles ``chosen_variants``, in processes of their own."""
+    chosen = chosen_variants(only, brief)
     processes = max(min(len(os.sched_getaffinity(0)), len(chosen), 8), 1)
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as cache:
@@ -250,13 +262,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", choices=sorted(ARCHITECTURES), default="sm_90a")
     parser.add_argument("--only", default="", metavar="REGEX", help="kernels whose name matches")
+    parser.add_argument("--brief", action="store_true", help="one form of each Triton kernel, all of Gluon's")
     parser.add_argument("--failures", action="store_true", help="print only kernels that fail")
     options = parser.parse_args()
     width = max(len(variant.name) for variant in variants())
     failed = count = 0
     print(f"triton {triton.__version__}, {options.arch}")
     print(f"{'kernel':{width}}  registers  spilled bytes  shared bytes")
-    for report in compile_all(options.arch, options.only):
+    for report in compile_all(options.arch, options.only, options.brief):
         row = f"{report.name:{width}}  {report.registers:9}  {report.stack:13}  {report.shared:12}  {report.verdict}"
         if report.verdict or not options.failures:
             print(row.rstrip(), flush=True)

@@ -17,6 +17,11 @@ def _forms() -> Iterator[tuple[str, dict[str, object]]]:
         yield f"{activation}{', clamp' if clamp else ''}", dict(ACTIVATION=activation, CLAMP=clamp)
 
 
+def _is_plain(form: dict[str, object]) -> bool:
+    """The form that stands for all where types differ from BF16: the arithmetic is fp32 in any case."""
+    return form["ACTIVATION"] == GATED[0] and not form["CLAMP"]
+
+
 def _activations() -> Iterator[Variant]:
     sizes = dict(num_rows="i32", num_cols="i32", pre_stride="i32", clamp="fp32", row_weights="*fp32")
     # GEMMs round their results where they are Hopper's and no bias follows them; else they are fp32.
@@ -24,7 +29,8 @@ def _activations() -> Iterator[Variant]:
     backward = ("bf16", "bf16", "bf16"), ("bf16", "fp32", "bf16"), ("fp32", "fp32", "fp16"), ("fp32", "fp32", "fp32")
     casts = ("bf16", "fp8e4nv"), ("fp32", "fp8e4nv")
     for name, form in _forms():
-        for (pre, out), weighted in itertools.product((*forward, *casts), (False, True)):
+        types = (*forward, *casts) if _is_plain(form) else (forward[0], casts[0])
+        for (pre, out), weighted in itertools.product(types, (False, True)):
             yield Variant(
                 f"{name}{' x weight' if weighted else ''}, {pre} to {out}",
                 triton_activation._forward_kernel,
@@ -47,7 +53,8 @@ def _activations() -> Iterator[Variant]:
                 triton_activation.NUM_WARPS,
                 ("num_cols", "pre_stride", "scale_group_stride"),
             )
-        for (grad, pre, out), with_act in itertools.product(backward, (False, True)):
+        types = backward if _is_plain(form) else backward[:1]
+        for (grad, pre, out), with_act in itertools.product(types, (False, True)):
             yield Variant(
                 f"{name} backward{' + activation' if with_act else ''}, {pre} to {out}",
                 triton_activation._backward_kernel,
@@ -103,6 +110,8 @@ def _fp8_casts() -> Iterator[Variant]:
         clamp="fp32",
     )
     for (name, form), dtype in itertools.product(_forms(), ("bf16", "fp32")):
+        if dtype == "fp32" and not _is_plain(form):
+            continue
         for columns, sums in itertools.product((False, True), (False, True)):
             yield Variant(
                 f"{name} backward{' both ways' if columns else ' rowwise'}{' + sums' if sums else ''}, {dtype}",
@@ -158,7 +167,7 @@ def _bias_gradients() -> Iterator[Variant]:
 
 
 def variants() -> Iterator[Variant]:
-    """Every kernel in every form that a launcher can ask for, with 16-byte aligned rows."""
+    """Every kernel and activation for BF16 rows, and every set of types for one activation; 16-byte aligned rows."""
     yield from _fp8_casts()
     yield from _activations()
     yield from _bias_gradients()
