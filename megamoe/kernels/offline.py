@@ -1,8 +1,8 @@
 """Compiles every device kernel to a cubin without a GPU and reports registers, spills and shared memory.
 
 Run: python -m megamoe.kernels.offline [--arch sm_90a] [--only REGEX] [--brief] [--failures]. Exits with 1 if a
-kernel does not compile, spills, needs too much memory, or has its tensor-core products serialised by the assembler. Needs
-triton; nothing is loaded onto a device.
+kernel does not compile, spills, needs too much memory, or has its tensor-core products serialised by the assembler.
+Needs triton; nothing is loaded onto a device.
 """
 
 from __future__ import annotations
