@@ -28,7 +28,7 @@ class PeerHandle(DispatchHandle):
     Attributes:
         counts, starts: of the layout.
         sizes: int32 ``[1 + R]``: rows in use, then the tokens of each rank.
-        pair_to_row: int32 ``[R, T, K]``, pool row of each rank's (token, slot) here; -1 = none.
+        pair_to_row: int32 ``[R, T, K]``, pool row of each rank's (token, slot) here; negative: none.
         row_weights: float32 ``[P]``, the routing weights.
         topk_index: int64 ``[tokens, K]``, the routing of this rank's tokens.
     """
@@ -61,8 +61,8 @@ class PeerExchange(Exchange):
         buffer: of the group; other layers may use it between calls.
         plan: of this layer; the buffer must cover it. Default: the buffer's own.
         capacity: rows of the pool, a multiple of 128; None: the most that any routing needs.
-        num_sms: SMs that movements use while they wait and move. None: 32; for few tokens, which is a matter of
-            microseconds, up to three quarters of the device's.
+        num_sms: SMs that movements use while they wait and move, half of one for each program where tokens are few.
+            None: 32; for few tokens, which is a matter of microseconds, up to three quarters of the device's.
 
     Attributes:
         exact: whether ``plan`` reads the sizes back. None: where gradients are recorded and no graph is captured.

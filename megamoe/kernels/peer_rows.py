@@ -216,8 +216,8 @@ def dispatch(
         num_experts: of all ranks.
         num_tokens: T.
         zero_padding: rows that pad an expert's are zeroed, and their weights and scales.
-        num_sms: SMs to use while waiting and reading; no less than one program runs on each. None: ``DEFAULT_SMS``, and
-            for few tokens up to three quarters of all.
+        num_sms: SMs to use while waiting and reading, by one program each or, where tokens are few, two. None:
+            ``DEFAULT_SMS``, and for few tokens up to three quarters of all.
         all_sms: SMs of the device, for what is done before others wait for it.
     """
     ranks, top_k, hidden = memory.num_ranks, memory.top_k, memory.hidden_size
