@@ -42,6 +42,9 @@ def half_missing(module, policy: str, seed: int) -> None:
 # The first step ends a token before the first tokens that are summed.
 BORDER = Calls(Sizes(2, 12, 3, 6, 80), False, "DCC", counts=[[12, 12]])
 
+# The last step has tokens.
+FULL = Calls(Sizes(2, 64, 1, 2, 16), False, "DC", counts=[[64, 64]])
+
 SEE_DISPATCHES = "tl.store(state + DISPATCHES_SEEN, epochs_ended(state + DISPATCHES)"
 ANNOUNCE = "publish(flags, everyone, SCATTERED, _announced(epoch, step, STEPS), my_rank, LANES)"
 ALL_THERE = "        wait_all(flags, SCATTERED, _announced(epoch, 0, 1), error, budget_ns, R, LANES)\n"
@@ -79,7 +82,7 @@ COMBINE_BUGS = [
     Bug("results are not told", ONE, ANNOUNCE, "pass"),
     Bug("results are announced before they are there", ONE, ANNOUNCE, ANNOUNCE.replace("step, S", "step + 1, S")),
     Bug("results are announced a step early", STEPS, ANNOUNCE, ANNOUNCE.replace("step, S", "step + 1, S")),
-    Bug("results are announced a step late", STEPS, ANNOUNCE, ANNOUNCE.replace("step, S", "step - 1, S")),
+    Bug("results are announced a step late", FULL, ANNOUNCE, ANNOUNCE.replace("step, S", "step - 1, S")),
     Bug("all steps are announced as the last", STEPS, ANNOUNCE, ANNOUNCE.replace("step, S", "STEPS - 1, S")),
     Bug("steps reach into the next combine", STEPS, "(epoch - 1) * SCATTERED_STEPS", "(epoch - 1)"),
     Bug("each step counts as all", STEPS, "(step + 1) * (SCATTERED_STEPS // STEPS)", "(step + 1) * SCATTERED_STEPS"),
@@ -96,8 +99,8 @@ COMBINE_BUGS = [
     Bug("tickets are not given back", STEPS, "        tl.store(ticket, 0)\n", "        pass\n"),
     Bug("one writer fewer is waited for", STEPS, "+ step, pushers)", "+ step, pushers - 1)"),
     Bug("all programs are waited for", STEPS, "+ step, pushers)", "+ step, programs)"),
-    Bug("one program more writes", STEPS, "if pid < pushers:", "if pid <= pushers:"),
-    Bug("one program fewer writes", STEPS, "if pid < pushers:", "if pid < pushers - 1:"),
+    Bug("one program more writes", STEPS, "and pid < pushers:", "and pid <= pushers:"),
+    Bug("one program fewer writes", STEPS, "and pid < pushers:", "and pid < pushers - 1:"),
     # steps of the sums
     Bug("the first step is not waited for", STEPS, FIRST_STEP, "        first"),
     Bug("the first step is waited for only", STEPS, NEXT_STEP + "            if MOVE", "            if MOVE"),
