@@ -2,7 +2,7 @@
 # Compiles every device kernel for Hopper with the oldest, the usual and the newest supported triton; no GPU needed:
 #   ./launch/compile_kernels.sh            all three
 #   ./launch/compile_kernels.sh 3.7.1      these versions
-# Every form of a kernel with the first version, all of Gluon's kernels and one of each of Triton's with the others.
+# Every form of a kernel with the first version, a part of them with the others.
 # Prints the kernels that do not compile, spill or do not fit. The whole table of the environment's own triton:
 #   python -m megamoe.kernels.offline
 #

@@ -238,14 +238,19 @@ def _report(index: int) -> Report:
 
 
 def chosen_variants(only: str = "", brief: bool = False) -> list[int]:
-    """Places of the ``variants`` whose name matches ``only`` anywhere; ``brief``: of Triton's kernels the last one of
-    each, which the compiler itself lays out in registers. Gluon's are laid out by us, and all remain."""
-    chosen = {}
+    """Places of the ``variants`` whose name matches ``only`` anywhere; ``brief``: a third of each Gluon kernel's forms,
+    whose registers are laid out by us, and one of each Triton kernel's."""
+    forms: dict[str, list[int]] = {}
     for index, variant in enumerate(variants()):
         if re.search(only, variant.name):
-            in_gluon = isinstance(variant.kernel, GluonJITFunction)
-            chosen[variant.name if in_gluon or not brief else variant.kernel.fn.__name__] = index
-    return sorted(chosen.values())
+            forms.setdefault(variant.kernel.fn.__name__, []).append(index)
+    if brief:
+        steps = {
+            name: 3 if isinstance(variants()[found[0]].kernel, GluonJITFunction) else len(found)
+            for name, found in forms.items()
+        }
+        forms = {name: found[:: steps[name]] for name, found in forms.items()}
+    return sorted(index for found in forms.values() for index in found)
 
 
 def compile_all(arch: str = "sm_90a", only: str = "", brief: bool = False) -> Iterator[Report]:
@@ -262,7 +267,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", choices=sorted(ARCHITECTURES), default="sm_90a")
     parser.add_argument("--only", default="", metavar="REGEX", help="kernels whose name matches")
-    parser.add_argument("--brief", action="store_true", help="one form of each Triton kernel, all of Gluon's")
+    parser.add_argument(
+        "--brief", action="store_true", help="a third of each Gluon kernel's forms, one of each Triton kernel's"
+    )
     parser.add_argument("--failures", action="store_true", help="print only kernels that fail")
     options = parser.parse_args()
     width = max(len(variant.name) for variant in variants())

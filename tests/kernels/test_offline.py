@@ -182,14 +182,13 @@ def test_allowed_spills_have_reasons_and_name_kernels_of_the_list():
         assert applies and others
 
 
-def test_a_brief_run_has_all_of_gluons_forms_and_each_triton_kernel():
+def test_a_brief_run_has_every_kernel():
     everything, brief = offline.variants(), [offline.variants()[index] for index in offline.chosen_variants(brief=True)]
     names = [variant.kernel.fn.__name__ for variant in brief]
     assert set(names) == {variant.kernel.fn.__name__ for variant in everything}
-    gluon = {name for name in names if "gemm" in name or name.startswith("mega_moe")}
-    assert gluon and len(gluon) < len(set(names))
     for name in set(names):
         forms = sum(variant.kernel.fn.__name__ == name for variant in everything)
-        assert names.count(name) == (forms if name in gluon else 1), name
-    only = offline.chosen_variants("^combine_kernel", brief=True)
-    assert len(only) == 1 < len(offline.chosen_variants("^combine_kernel"))
+        gluon = "gemm" in name or name.startswith("mega_moe")
+        assert names.count(name) == (-(-forms // 3) if gluon else 1), name
+    assert len(offline.chosen_variants("^combine_kernel", brief=True)) == 1
+    assert len(offline.chosen_variants("^combine_kernel")) > 1
