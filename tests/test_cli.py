@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,23 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import megamoe
 from megamoe.bench import gemm
-from megamoe.cli import app
+from tests.support.command_line import invoke, plain
 
 ROOT = Path(megamoe.__file__).parent.parent
-
-
-def plain(text: str) -> str:
-    """Without colours, frames and line breaks."""
-    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
-
-
-def invoke(*arguments: str):
-    result = CliRunner().invoke(app, list(arguments), terminal_width=200)
-    return result, plain(result.output)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class ExchangeCase:
 
 
 LARGE = [ExchangeCase(8192), ExchangeCase(2048)]
-SMALL = [ExchangeCase(1), ExchangeCase(8), ExchangeCase(128)]
+SMALL = [ExchangeCase(tokens) for tokens in (1, 8, 32, 64, 128, 256)]
 
 
 def payload_rows(index: torch.Tensor, num_experts: int, rank: int, ranks: int) -> int:

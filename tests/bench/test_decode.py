@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import re
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from megamoe import MoEConfig
 from megamoe.bench import decode, gemm
 from megamoe.bench.decode import DecodeProblem
 from megamoe.bench.mega import PEER_ERROR_LIMIT
 from megamoe.bench.mega_peer import PeerWeights
-from megamoe.cli import app
+from tests.support.command_line import invoke, read_csv
 from tests.support.mega_peer import FakePeer
 
 CONFIG = MoEConfig(256, 1024, 4, 2, precision="fp8", max_tokens_per_rank=4)
@@ -202,24 +199,14 @@ def command(problem, on_cpu, monkeypatch):
     return made
 
 
-def run_cli(*arguments: str):
-    result = CliRunner().invoke(app, ["bench", "decode", *arguments], terminal_width=200)
-    return result, " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─┃━┏┓┡┩└┘]", " ", result.output).split())
-
-
-def read(path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_command(command, tmp_path, monkeypatch):
     monkeypatch.setattr(gemm, "deep_gemm", FakePeer)
     folder = tmp_path / "new"
     options = ["--shape", SHAPE, "--tokens", "4,1,4", "--replays", "5", "--path", "collective", "--out", str(folder)]
-    result, text = run_cli(*options)
+    result, text = invoke("bench", "decode", *options)
     assert result.exit_code == 0, text
     assert command == [(CONFIG, [1, 4], None, "collective")]
-    written = read(folder / "decode.csv")
+    written = read_csv(folder / "decode.csv")
     assert [(row["tokens"], row["x_deep_gemm"], row["replays_checked"]) for row in written] == [
         ("1", "3.0", "3"),
         ("4", "3.0", "3"),
@@ -230,16 +217,24 @@ def test_command(command, tmp_path, monkeypatch):
 def test_command_without_a_peer(command, tmp_path, monkeypatch):
     monkeypatch.setattr(gemm, "deep_gemm", lambda: SimpleNamespace())
     for options, said in (([], True), (["--no-peer"], False)):
-        result, text = run_cli("--shape", SHAPE, "--tokens", "1", "--replays", "1", "--out", str(tmp_path), *options)
+        result, text = invoke(
+            "bench", "decode", "--shape", SHAPE, "--tokens", "1", "--replays", "1", "--out", str(tmp_path), *options
+        )
         assert result.exit_code == 0 and "x_eager" in text and "x_deep_gemm" not in text
         assert ("no column for it" in text) == said
-        assert "x_deep_gemm" not in read(tmp_path / "decode.csv")[0]
+        assert "x_deep_gemm" not in read_csv(tmp_path / "decode.csv")[0]
 
 
 def test_defaults(monkeypatch):
     calls = []
     monkeypatch.setattr(decode, "run", lambda *arguments, **options: calls.append((arguments, options)))
-    assert run_cli()[0].exit_code == 0
+    assert (
+        invoke(
+            "bench",
+            "decode",
+        )[0].exit_code
+        == 0
+    )
     (shape, tokens, _, _, replays, path), options = calls[0]
     assert (shape, tokens, replays, path) == ([7168, 2048, 64, 8], [1, 8, 32, 128], 1000, "auto")
     assert options == {"peer": True}
@@ -258,6 +253,6 @@ def test_defaults(monkeypatch):
 )
 def test_command_refuses(options, words, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result, text = run_cli(*options, "--out", str(tmp_path))
+    result, text = invoke("bench", "decode", *options, "--out", str(tmp_path))
     assert result.exit_code == 2 and words in text and "Traceback" not in text, text
     assert not list(tmp_path.iterdir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import types
 
@@ -12,6 +11,7 @@ import torch
 from megamoe.bench import gemm, gemm_cases
 from megamoe.bench.gemm_cases import GROUPS, GemmCase, Problem, cases, zipf_counts
 from megamoe.kernels import gemm_ops, tiles
+from tests.support.command_line import read_csv
 from tests.support.errors import fails
 
 # ---------------------------------------------------------------- problems
@@ -110,18 +110,13 @@ def timed(monkeypatch):
     return seen
 
 
-def read(path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_run_writes_what_it_measures(timed, tmp_path, capsys):
     folder = tmp_path / "new" / "folder"
     rows = gemm.run(["swiglu", "few"], folder, 5)
     wanted = cases(["few", "swiglu"])
     assert sorted(row["case"] for row in rows) == sorted(case.label for case in wanted)
     assert {(peer, rounds) for _, peer, rounds in timed} == {("peer", 5)}
-    written = read(folder / "gemm.csv")
+    written = read_csv(folder / "gemm.csv")
     assert [row["case"] for row in written] == [row["case"] for row in rows]
     for row, fields in zip(rows, written, strict=True):
         assert {key: value for key, value in fields.items() if value} == {k: str(v) for k, v in row.items()}
@@ -145,7 +140,7 @@ def test_run_without_a_peer(timed, tmp_path, monkeypatch, capsys):
 def test_sweep_writes_the_regret(timed, tmp_path, monkeypatch):
     monkeypatch.setattr(gemm, "sweep", lambda case, rounds: {"chosen": 11.0, "16x64": 10.0, "64x16": 12.5})
     rows = gemm.run_sweep(["few"], tmp_path, 2)
-    written = read(tmp_path / "gemm_sweep.csv")
+    written = read_csv(tmp_path / "gemm_sweep.csv")
     assert len(rows) == len(written) == len(cases(["few"]))
     assert written[0]["best"] == "16x64" and float(written[0]["regret_percent"]) == 10.0
     assert written[0]["first"] == "16x64=10.00 chosen=11.00 64x16=12.50"

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 from megamoe.bench import gemm, mega, mega_cases, ranks
 from megamoe.bench.mega_cases import MegaCase, MegaProblem, MegaWeights, cases, random_weights
 from megamoe.bench.mega_peer import PeerLayer, PeerWeights, find_peer
-from megamoe.cli import app
 from megamoe.kernels import mega as mega_launches
 from megamoe.kernels.mega_plan import choose_settings
 from megamoe.types import Fp8Tensor
+from tests.support.command_line import invoke, read_csv
 from tests.support.mega_peer import FakePeer, plain_layer, spoil
 from tests.support.processes import run_ranks
 
@@ -330,23 +327,13 @@ def command(on_cpu, monkeypatch):
     return built
 
 
-def run_cli(*arguments: str):
-    result = CliRunner().invoke(app, ["bench", "mega", *arguments], terminal_width=200)
-    return result, " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─┃━┏┓┡┩└┘]", " ", result.output).split())
-
-
-def read(path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_command(command, tmp_path, monkeypatch):
     monkeypatch.setattr(gemm, "deep_gemm", FakePeer)
     folder = tmp_path / "new"
     options = ["--shape", SHAPE, "--shape", "128,1024,2,1", "--routing", "uniform, one-hot"]
-    result, text = run_cli(*options, "--tokens", "1,3", "--rounds", "2", "--out", str(folder))
+    result, text = invoke("bench", "mega", *options, "--tokens", "1,3", "--rounds", "2", "--out", str(folder))
     assert result.exit_code == 0, text
-    written = read(folder / "mega.csv")
+    written = read_csv(folder / "mega.csv")
     assert [(row["shape"], row["routing"], row["tokens"]) for row in written] == [
         (shape, routing, tokens)
         for shape in (SHAPE, "128,1024,2,1")
@@ -363,10 +350,10 @@ def test_command(command, tmp_path, monkeypatch):
 def test_command_without_a_peer(command, tmp_path, monkeypatch):
     monkeypatch.setattr(gemm, "deep_gemm", lambda: None)
     for options, said in (([], True), (["--no-peer"], False)):
-        result, text = run_cli("--shape", SHAPE, "--tokens", "2", "--out", str(tmp_path), *options)
+        result, text = invoke("bench", "mega", "--shape", SHAPE, "--tokens", "2", "--out", str(tmp_path), *options)
         assert result.exit_code == 0 and "x_staged" in text and "x_deep_gemm" not in text
         assert ("DeepGEMM is not installed: no column for it" in text) == said
-        assert "x_deep_gemm" not in read(tmp_path / "mega.csv")[0]
+        assert "x_deep_gemm" not in read_csv(tmp_path / "mega.csv")[0]
 
 
 def test_command_keeps_what_it_has_measured(command, tmp_path, monkeypatch):
@@ -379,18 +366,18 @@ def test_command_keeps_what_it_has_measured(command, tmp_path, monkeypatch):
         return measure(case, *arguments)
 
     monkeypatch.setattr(mega, "measure", fails_later)
-    result, _ = run_cli("--shape", SHAPE, "--tokens", "1,3", "--out", str(tmp_path))
+    result, _ = invoke("bench", "mega", "--shape", SHAPE, "--tokens", "1,3", "--out", str(tmp_path))
     assert isinstance(result.exception, RuntimeError)
-    assert [row["tokens"] for row in read(tmp_path / "mega.csv")] == ["1"]
+    assert [row["tokens"] for row in read_csv(tmp_path / "mega.csv")] == ["1"]
 
 
 def test_command_in_both_precisions(command, tmp_path, monkeypatch):
     """The peer has no BF16."""
     monkeypatch.setattr(gemm, "deep_gemm", FakePeer)
     options = ("--shape", SHAPE, "--tokens", "1,2", "--precision", "fp8,bf16", "--out", str(tmp_path))
-    result, text = run_cli(*options)
+    result, text = invoke("bench", "mega", *options)
     assert result.exit_code == 0, text
-    written = read(tmp_path / "mega.csv")
+    written = read_csv(tmp_path / "mega.csv")
     assert [(row["precision"], row["tokens"]) for row in written] == [
         ("fp8", "1"), ("fp8", "2"), ("bf16", "1"), ("bf16", "2"),
     ]  # fmt: skip
@@ -400,16 +387,24 @@ def test_command_in_both_precisions(command, tmp_path, monkeypatch):
 
 def test_command_sweeps(command, tmp_path, monkeypatch):
     monkeypatch.setattr(gemm, "deep_gemm", FakePeer)
-    result, text = run_cli("--shape", SHAPE, "--tokens", "2", "--sweep", "--out", str(tmp_path))
+    result, text = invoke("bench", "mega", "--shape", SHAPE, "--tokens", "2", "--sweep", "--out", str(tmp_path))
     assert result.exit_code == 0 and "regret_percent" in text and "deep_gemm" not in text
-    assert read(tmp_path / "mega_sweep.csv")[0]["best"] == "mega"
+    assert read_csv(tmp_path / "mega_sweep.csv")[0]["best"] == "mega"
 
 
 def test_defaults(monkeypatch):
     calls = []
     monkeypatch.setattr(mega, "run", lambda *arguments, **options: calls.append((arguments, options)))
-    assert run_cli()[0].exit_code == 0
-    assert run_cli("--shape", "all", "--sweep", "--no-peer", "--precision", "fp8, bf16")[0].exit_code == 0
+    assert (
+        invoke(
+            "bench",
+            "mega",
+        )[0].exit_code
+        == 0
+    )
+    assert (
+        invoke("bench", "mega", "--shape", "all", "--sweep", "--no-peer", "--precision", "fp8, bf16")[0].exit_code == 0
+    )
     (shapes, tokens, routings, *_), options = calls[0]
     assert (shapes, tokens, routings) == ([[7168, 2048, 64, 8]], [1, 8, 32, 128, 512, 2048, 8192], ["uniform"])
     assert options == {"sweeps": False, "peer": True, "precisions": ["fp8"]}
@@ -434,7 +429,7 @@ def test_defaults(monkeypatch):
 )
 def test_command_refuses(options, words, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result, text = run_cli(*options, "--out", str(tmp_path))
+    result, text = invoke("bench", "mega", *options, "--out", str(tmp_path))
     assert result.exit_code == 2 and words in text and "Traceback" not in text, text
     assert not list(tmp_path.iterdir())
 
@@ -442,5 +437,5 @@ def test_command_refuses(options, words, tmp_path, monkeypatch):
 def test_a_compiler_that_spoils_the_kernel_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(mega_launches, "FP8_SUPPORTED", False)
-    result, text = run_cli("--out", str(tmp_path))
+    result, text = invoke("bench", "mega", "--out", str(tmp_path))
     assert result.exit_code == 2 and "must be 3.6 or 3.7 for the mega-kernel" in text

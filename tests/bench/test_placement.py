@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import re
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from megamoe import ExpertPlacement
 from megamoe.bench import placement
@@ -21,7 +19,7 @@ from megamoe.bench.placement import (
     summary,
     tables_of,
 )
-from megamoe.cli import app
+from tests.support.command_line import invoke
 from tests.support.errors import fails
 
 SMALL = dict(experts=32, ranks=4, top_k=4, steps=9, period=3, tokens=128)
@@ -109,15 +107,10 @@ def test_summary():
     }
 
 
-def run_cli(*arguments: str):
-    result = CliRunner().invoke(app, ["bench", "placement", *arguments], terminal_width=200)
-    return result, " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", result.output).split())
-
-
 def test_command(tmp_path):
     folder = tmp_path / "new" / "folder"
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    result, text = run_cli(*options, "--seed", "3", "--drift", "0.01", "--out", str(folder))
+    result, text = invoke("bench", "placement", *options, "--seed", "3", "--drift", "0.01", "--out", str(folder))
     assert result.exit_code == 0, text
     assert "32 experts on 4 ranks, top-4, Zipf 1.0, 3 replicas more in 9 slots a rank, drift 0.01" in text
     assert all(policy in text for policy in POLICIES) and "(wanted: below 1.1" in text
@@ -143,10 +136,10 @@ def test_plot(tmp_path, monkeypatch, capsys):
 
 
 def test_command_refuses(tmp_path):
-    result, text = run_cli("--top-k", "9", "--experts", "8", "--out", str(tmp_path))
+    result, text = invoke("bench", "placement", "--top-k", "9", "--experts", "8", "--out", str(tmp_path))
     assert result.exit_code == 2 and "top_k = 9: must not exceed experts = 8" in text
     assert "Traceback" not in text and not list(tmp_path.iterdir())
-    result, text = run_cli("--help")
+    result, text = invoke("bench", "placement", "--help")
     assert result.exit_code == 0
     assert all(f"--{name}" in text for name in ("redundant", "zipf", "drift", "top-k", "seed", "out"))
 

@@ -256,6 +256,13 @@ class TestUnsupportedExperts:
         with fails(ValueError, "model_type", "glm4_moe", "end in a norm"):
             use(module)
 
+    def test_older_transformers(self, use, seed):
+        """Whose experts modules do not say whether they end in a norm."""
+        module = experts_modules(build("glm4_moe", seed))[0]
+        del module.has_post_expert_norm
+        with fails(ValueError, "module", type(module).__name__, "5.24 or newer"):
+            use(module)
+
     def test_gate(self, use, seed, monkeypatch):
         module = experts_modules(build("deepseek_v3", seed))[0]
         monkeypatch.setattr(type(module), "_apply_gate", lambda self, gate_up: gate_up)

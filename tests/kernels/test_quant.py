@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megamoe.kernels import quant
 from megamoe.kernels.quant import (
     dequantize,
     quantize_blockwise,
@@ -221,3 +222,11 @@ def test_bad_options():
         quantize_fp4(torch.zeros(2, 33))
     with fails(TypeError, "x", "Tensor", "must be a Fp8Tensor or Fp4Tensor"):
         dequantize(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (5, 0), (0, 0), (0, 3, 64), (2, 0, 64)], ids=str)
+def test_kernels_get_matrices_without_elements(shape):
+    """Views that a launcher takes sizes from: no dimension of them is guessed."""
+    x = torch.empty(shape)
+    assert quant._matrices(x).shape == (shape[0] if len(shape) == 3 else 1, *shape[-2:])
+    assert quant._rows_in_columns_order(x).shape == (x.shape[:-1].numel(), shape[-1])
