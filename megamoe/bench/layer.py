@@ -312,21 +312,27 @@ def check(problem: LayerProblem, group: dist.ProcessGroup | None) -> dict[Conten
 # ---------------------------------------------------------------- times
 
 
-def _microseconds(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None) -> float:
+def _start(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None) -> Callable[[], float]:
+    """Runs ``call``; the result waits for the device, and says how many microseconds it took."""
     if group is not None:
         dist.barrier(group)
     if device.type == "cpu":
         start = time.perf_counter()
         call()
-        return (time.perf_counter() - start) * 1e6
+        microseconds = (time.perf_counter() - start) * 1e6
+        return lambda: microseconds
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    # Empties the L2 cache, and meanwhile the host gets ahead of the GPU.
+    # Empties the L2 cache.
     torch.zeros(FLUSH_BYTES, dtype=torch.int8, device=device)
     start.record()
     call()
     end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1000
+
+    def microseconds() -> float:
+        end.synchronize()
+        return start.elapsed_time(end) * 1000
+
+    return microseconds
 
 
 def interleaved(
@@ -334,15 +340,16 @@ def interleaved(
 ) -> dict[tuple, float]:
     """Median microseconds of each call, the slowest rank's; all run in each round, in random order, alike on all ranks.
 
-    Each runs once before.
+    Each runs once before. Within a round nothing waits for the device, so that the host is ahead of it, as in training.
     """
     for call in calls.values():
         call()
     samples: dict[tuple, list[float]] = {key: [] for key in calls}
     order = random.Random(SEED)
     for _ in range(rounds):
-        for key in order.sample(list(calls), len(calls)):
-            samples[key].append(_microseconds(calls[key], device, group))
+        started = {key: _start(calls[key], device, group) for key in order.sample(list(calls), len(calls))}
+        for key, microseconds in started.items():
+            samples[key].append(microseconds())
     return ranks.largest({key: statistics.median(values) for key, values in samples.items()}, group, device)
 
 

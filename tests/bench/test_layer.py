@@ -277,11 +277,16 @@ def test_held_bytes(monkeypatch):
 def test_turns_and_medians(monkeypatch):
     ran, clock = [], {"a": iter([5, 1, 100, 3, 4]), "b": iter([20, 10, 30, 50, 40])}
 
-    def microseconds(call, device, group):
+    def start(call, device, group):
         name = call()
-        return float(next(clock[name]))
 
-    monkeypatch.setattr(layer, "_microseconds", microseconds)
+        def wait():
+            assert len(ran) % 2 == 0, "all of a round have started"
+            return float(next(clock[name]))
+
+        return wait
+
+    monkeypatch.setattr(layer, "_start", start)
     calls = {("side", name): (lambda name=name: ran.append(name) or name) for name in "ab"}
     times = layer.interleaved(calls, 5, CPU, None)
     assert times == {("side", "a"): 4.0, ("side", "b"): 30.0}
@@ -293,7 +298,7 @@ def test_turns_and_medians(monkeypatch):
 def test_time_of_a_call(monkeypatch):
     clock = iter([10.0, 10.25])
     monkeypatch.setattr(layer.time, "perf_counter", lambda: next(clock))
-    assert layer._microseconds(lambda: None, CPU, None) == 250_000
+    assert layer._start(lambda: None, CPU, None)() == 250_000
 
 
 # ---------------------------------------------------------------- measurements
