@@ -76,11 +76,14 @@ class DispatchedRows:
         rows: ``[P, H]``, this rank's rows, ordered by (expert, source rank, token, slot); padding is zero.
         row_weights: ``[P]``, the routing weight of each row; padding is zero.
         handle: pass it to ``Exchange.combine``.
+        codes: the rows in 1x128 blocks, scales MN-major, or None. With them ``rows`` only stands for the rows in
+            autograd: it has their shape, dtype and gradient, and no memory.
     """
 
     rows: torch.Tensor
     row_weights: torch.Tensor
     handle: DispatchHandle
+    codes: Fp8Tensor | None = None
 
     @property
     def layout(self) -> ExpertLayout:

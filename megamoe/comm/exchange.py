@@ -19,7 +19,8 @@ from megamoe.comm import exchange_ops
 from megamoe.errors import fail_type
 from megamoe.kernels import local_rows
 from megamoe.kernels.layout import max_pool_rows
-from megamoe.types import DispatchedRows, DispatchHandle, ExpertLayout, Routing
+from megamoe.kernels.quant import BLOCK, quantize_rowwise
+from megamoe.types import DispatchedRows, DispatchHandle, ExpertLayout, Fp8Tensor, Routing
 
 
 class Exchange(ABC):
@@ -29,12 +30,14 @@ class Exchange(ABC):
         num_experts: E, over all ranks.
         num_local_experts: e, on this rank.
         name: by which compiled code finds this exchange (``exchange_ops.register``).
+        sends_codes: whether ``send_codes`` works.
         handle_type: the class of its handles. It, ``plan_like`` and ``num_tokens`` are for torch.compile only.
     """
 
     num_experts: int
     num_local_experts: int
     name: str
+    sends_codes: ClassVar[bool] = False
     handle_type: ClassVar[type[DispatchHandle]]
 
     def __new__(cls, *args, **kwargs):
@@ -43,13 +46,17 @@ class Exchange(ABC):
         exchange.name = exchange_ops.register(exchange)
         return exchange
 
-    def dispatch(self, hidden_states: torch.Tensor, routing: Routing, dtype: torch.dtype) -> DispatchedRows:
+    def dispatch(
+        self, hidden_states: torch.Tensor, routing: Routing, dtype: torch.dtype, fp8: bool = False
+    ) -> DispatchedRows:
         """Sends each token to the experts of its routing.
 
         Args:
             hidden_states: ``[T, H]``; T may differ from rank to rank and may be 0.
             routing: of these tokens.
             dtype: dtype in which the rows travel and arrive. The gradient of ``hidden_states`` is summed in fp32.
+            fp8: the rows will be cast to FP8 in 1x128 blocks: an exchange that can casts each token once, before it is
+                sent. The codes are the same. Not in compiled code.
 
         Raises:
             ExchangeError: a collective failed, or a rank did not come within the group's timeout.
@@ -63,7 +70,10 @@ class Exchange(ABC):
             rows, row_weights = exchange_ops.dispatch(hidden_states, weights, tensors, self.name, num_rows, dtype)
         else:
             handle = self.plan(routing)
-            rows, row_weights = _Dispatch.apply(hidden_states, weights, self, handle, dtype)
+            as_codes = fp8 and self.sends_codes
+            rows, row_weights, codes, scales = _Dispatch.apply(hidden_states, weights, self, handle, dtype, as_codes)
+            if as_codes:
+                return DispatchedRows(rows, row_weights, handle, Fp8Tensor(codes, scales, (1, BLOCK)))
         return DispatchedRows(rows, row_weights, handle)
 
     def combine(self, rows: torch.Tensor, handle: DispatchHandle, out_dtype: torch.dtype) -> torch.Tensor:
@@ -84,6 +94,10 @@ class Exchange(ABC):
     @abstractmethod
     def send_rows(self, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """``[P, H]`` pool rows of ``[T, H]`` tokens; padding rows are zero."""
+
+    def send_codes(self, tokens: Fp8Tensor, handle: DispatchHandle) -> Fp8Tensor:
+        """``[P, H]`` pool rows, scales MN-major, of ``[T, H]`` tokens in 1x128 blocks; padding decodes to zero."""
+        raise NotImplementedError(f"{type(self).__name__} sends no codes")
 
     @abstractmethod
     def return_rows(self, rows: torch.Tensor, handle: DispatchHandle, out_dtype: torch.dtype) -> torch.Tensor:
@@ -136,22 +150,28 @@ def _saved_handle(ctx) -> DispatchHandle:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tokens, topk_weights, exchange, handle, dtype):
+    def forward(ctx, tokens, topk_weights, exchange, handle, dtype, as_codes):
         ctx.exchange = exchange
         _save_handle(ctx, handle)
         ctx.token_dtype, ctx.weight_dtype = tokens.dtype, topk_weights.dtype
-        return exchange.send_rows(tokens.to(dtype), handle), exchange.send_weights(topk_weights, handle)
+        row_weights = exchange.send_weights(topk_weights, handle)
+        if not as_codes:
+            return exchange.send_rows(tokens.to(dtype), handle), row_weights, None, None
+        sent = exchange.send_codes(quantize_rowwise(tokens.to(dtype)), handle)
+        ctx.mark_non_differentiable(sent.codes, sent.scales)
+        stand_in = tokens.new_zeros((), dtype=dtype).expand(sent.codes.shape)
+        return stand_in, row_weights, sent.codes, sent.scales
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_rows, grad_row_weights):
+    def backward(ctx, grad_rows, grad_row_weights, *_):
         # Which gradients are needed follows from the model alone, never from data: all ranks agree on the collectives.
         needed = ctx.needs_input_grad[:2]
         grad_tokens, grad_weights = exchange_ops.return_gradients(
             ctx.exchange, grad_rows, grad_row_weights, _saved_handle(ctx), ctx.token_dtype, needed
         )
         grad_weights = None if grad_weights is None else grad_weights.to(ctx.weight_dtype)
-        return grad_tokens, grad_weights, None, None, None
+        return grad_tokens, grad_weights, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -192,6 +212,7 @@ class LocalExchange(Exchange):
     """All experts on this rank (R = 1): a permutation, without communication or host synchronisation."""
 
     handle_type = LocalHandle
+    sends_codes = True
 
     def __init__(self, num_experts: int):
         self.num_experts = self.num_local_experts = num_experts
@@ -204,6 +225,9 @@ class LocalExchange(Exchange):
 
     def send_rows(self, tokens: torch.Tensor, handle: LocalHandle) -> torch.Tensor:
         return local_rows.send_rows(tokens, handle.slot_to_row, handle.row_to_slot)
+
+    def send_codes(self, tokens: Fp8Tensor, handle: LocalHandle) -> Fp8Tensor:
+        return local_rows.send_codes(tokens, handle.slot_to_row, handle.row_to_slot)
 
     def return_rows(self, rows: torch.Tensor, handle: LocalHandle, out_dtype: torch.dtype) -> torch.Tensor:
         return local_rows.combine_slots(rows, handle.slot_to_row, out_dtype)

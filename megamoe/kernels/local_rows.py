@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from megamoe.kernels import reference
-from megamoe.kernels.layout import invert_rows, layout_pairs, max_pool_rows
-from megamoe.types import ExpertLayout
+from megamoe.kernels.layout import ALIGN, invert_rows, layout_pairs, max_pool_rows
+from megamoe.kernels.scales import to_mn_major
+from megamoe.types import ExpertLayout, Fp8Tensor
 
 MOST_EXPERTS = 1024
 """For how many the layout has kernels: their tables of counts lie in registers."""
@@ -32,6 +33,17 @@ def layout_both_ways(expert_ids: torch.Tensor, num_experts: int) -> tuple[Expert
     return ExpertLayout(counts, starts, num_rows), *maps
 
 
+def group_ends(layout: ExpertLayout, padded: bool) -> torch.Tensor:
+    """int32 ``[e]``: one past each expert's last row, or with ``padded`` past its padding."""
+    counts, starts = layout.counts, layout.starts
+    if not counts.is_cuda:
+        rows = (counts + ALIGN - 1) // ALIGN * ALIGN if padded else counts
+        return (starts + rows).to(torch.int32)
+    from megamoe.kernels import triton_local
+
+    return triton_local.group_ends(counts.contiguous(), starts.contiguous(), padded)
+
+
 def send_rows(tokens: torch.Tensor, slot_to_row: torch.Tensor, row_to_slot: torch.Tensor) -> torch.Tensor:
     """``[P, H]``: each token of ``[T, H]`` in all its rows; padding rows are zero.
 
@@ -45,6 +57,23 @@ def send_rows(tokens: torch.Tensor, slot_to_row: torch.Tensor, row_to_slot: torc
     from megamoe.kernels import triton_local
 
     return triton_local.send_rows(_with_dense_rows(tokens), slot_to_row.contiguous(), row_to_slot.contiguous())
+
+
+def send_codes(tokens: Fp8Tensor, slot_to_row: torch.Tensor, row_to_slot: torch.Tensor) -> Fp8Tensor:
+    """``send_rows`` of codes and their scales, which become MN-major; padding rows have code and scale zero.
+
+    Args:
+        tokens: ``[T, H]`` in 1x128 blocks.
+    """
+    # As bytes: torch does not index e4m3.
+    codes = send_rows(tokens.codes.view(torch.uint8), slot_to_row, row_to_slot).view(torch.float8_e4m3fn)
+    if not tokens.codes.is_cuda:
+        token = row_to_slot.div(slot_to_row.shape[1], rounding_mode="floor")
+        return Fp8Tensor(codes, to_mn_major(reference.permute(tokens.scales, token)), tokens.block)
+    from megamoe.kernels import triton_local
+
+    scales = triton_local.send_scales(tokens.scales.contiguous(), row_to_slot.contiguous(), slot_to_row.shape[1])
+    return Fp8Tensor(codes, scales, tokens.block)
 
 
 def permute(values: torch.Tensor, row_to_source: torch.Tensor) -> torch.Tensor:

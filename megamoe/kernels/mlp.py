@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from megamoe.kernels import mlp_bf16, mlp_fp8
 from megamoe.kernels.main_grad import input_nodes, is_accumulated, main_grad_of, mark_added
 from megamoe.kernels.mlp_options import MlpOptions
-from megamoe.types import ExpertLayout
+from megamoe.types import ExpertLayout, Fp8Tensor
 
 Kept = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """What the backward pass gets from the forward pass besides its operands.
@@ -36,6 +36,7 @@ def grouped_mlp(
     up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     owners: Sequence[torch.Tensor | None] | None = None,
+    row_codes: Fp8Tensor | None = None,
 ) -> torch.Tensor:
     """The rows' expert outputs, each already multiplied by its routing weight; differentiable once.
 
@@ -55,6 +56,7 @@ def grouped_mlp(
         down_proj: ``[e, H, I]``.
         up_bias, down_bias: ``[e, 2I]`` and ``[e, H]``, added in fp32.
         owners: the parameters of which these four are the parts that this rank holds; None: they are the parameters.
+        row_codes: for FP8, the rows cast already, as ``DispatchedRows.codes``. Not in compiled code.
 
     Returns:
         ``[P, H]`` in the dtype of ``rows``; padding rows are undefined.
@@ -78,16 +80,18 @@ def grouped_mlp(
         )
         return _operator(*operands, layout.counts, layout.starts, *constants)[0]
     if not with_grads:
-        return _forward(*operands, layout, options, False)[0]
+        return _forward(*operands, layout, options, False, row_codes)[0]
     if adds:
-        return _adding(operands, layout, options, owners)
-    return _GroupedMlp.apply(*operands, layout, options, owners)
+        return _adding(operands, layout, options, owners, row_codes)
+    return _GroupedMlp.apply(*operands, layout, options, owners, row_codes)
 
 
-def _adding(operands: tuple, layout: ExpertLayout, options: MlpOptions, owners: tuple) -> torch.Tensor:
+def _adding(
+    operands: tuple, layout: ExpertLayout, options: MlpOptions, owners: tuple, row_codes: Fp8Tensor | None
+) -> torch.Tensor:
     for name, owner, part in zip(PARAMETERS, owners, operands[2:], strict=True):
         main_grad_of(name, owner, part)
-    return _GroupedMlp.apply(*operands, layout, options, owners)
+    return _GroupedMlp.apply(*operands, layout, options, owners, row_codes)
 
 
 # As torch.compiler.disable does it, which would import the compiler now. A graph has no place for writes to a
@@ -109,12 +113,13 @@ def _forward(
     layout: ExpertLayout,
     options: MlpOptions,
     trained: bool,
+    row_codes: Fp8Tensor | None = None,
 ) -> tuple[torch.Tensor, Kept]:
     operands = rows, row_weights, up_proj, down_proj, up_bias, down_bias
     # The dtypes are chosen here: autocast must not choose again for the fp32 steps.
     with torch.autocast(rows.device.type, enabled=False):
         if options.precision == "fp8":
-            out, *kept = mlp_fp8.forward(*operands, layout, options, trained)
+            out, *kept = mlp_fp8.forward(*operands, layout, options, trained, row_codes)
         else:
             out, *kept = mlp_bf16.forward(*operands, layout, options, trained)
     return out, tuple(kept)
@@ -147,10 +152,10 @@ def _backward(
 
 class _GroupedMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, row_weights, up_proj, down_proj, up_bias, down_bias, layout, options, owners):
+    def forward(ctx, rows, row_weights, up_proj, down_proj, up_bias, down_bias, layout, options, owners, row_codes):
         operands = row_weights, up_proj, down_proj, up_bias, down_bias
         trained = any(ctx.needs_input_grad)
-        out, kept = _forward(rows, *operands, layout, options, trained)
+        out, kept = _forward(rows, *operands, layout, options, trained, row_codes)
         if trained:
             rows = None if options.precision == "fp8" else rows
             # The layout too: activation checkpointing replaces all saved tensors together, and nothing else.
@@ -172,7 +177,7 @@ class _GroupedMlp(torch.autograd.Function):
         for owner, total in zip(ctx.owners, totals, strict=True):
             if total is not None:
                 mark_added(owner)
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def _totals(ctx, operands: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -117,8 +117,11 @@ def forward(
     layout: ExpertLayout,
     options: MlpOptions,
     trained: bool,
+    row_codes: Fp8Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The result, and with ``trained`` what the backward pass needs, as in ``kept_forms``.
+
+    With ``row_codes`` the rows have been cast before, and only their shape and dtype are looked at.
 
     Pre-activations are None where the backward pass computes them again.
 
@@ -133,7 +136,12 @@ def forward(
     phase = "training" if trained else "inference"
     up, down = fp8_copy(up_proj, up_padding, phase).plain, fp8_copy(down_proj, down_padding, phase).plain
     groups, weights, wide = RowGroups.padded(layout), _weights(row_weights), _intermediate_dtype(rows)
-    codes = quant.quantize_rowwise(_pad_columns(rows, up.codes.shape[2]), mn_major=True)
+    columns = up.codes.shape[2]
+    if row_codes is None:
+        codes = quant.quantize_rowwise(_pad_columns(rows, columns), mn_major=True)
+    else:
+        padded = _pad_columns(row_codes.codes.view(torch.uint8), columns).view(torch.float8_e4m3fn)
+        codes = Fp8Tensor(padded, row_codes.scales, row_codes.block)
     inner_weights = weights if down_bias is None else None
     bias = _padded_bias(up_bias, up_padding)
     keeps = trained and options.recompute == "none"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import triton
 
 from megamoe.kernels import triton_local
 from megamoe.kernels.offline_quant import Variant
@@ -13,6 +14,26 @@ HIDDEN = 4096
 TOP_KS = (1, 6, 8, 10, 64)
 BINS = (16, 128, 512, 1024)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def _send(name: str, dtype: torch.dtype, top_k: int) -> Variant:
+    columns = triton_local._columns(HIDDEN, triton_local.SENT_BYTES, dtype)
+    return Variant(
+        f"local send, K = {top_k}, {name}",
+        triton_local._send_rows_kernel,
+        dict(
+            tokens=f"*{name}",
+            slot_to_row="*i64",
+            row_to_slot="*i64",
+            rows=f"*{name}",
+            num_rows="i32",
+            num_cols="i32",
+            token_stride="i32",
+        ),
+        dict(K=top_k, UNROLL=triton_local._unroll(top_k), COLS=columns, PADDING_ROWS=triton_local.PADDING_ROWS),
+        triton_local.WARPS,
+        ("num_cols", "token_stride"),
+    )
 
 
 def variants() -> Iterator[Variant]:
@@ -40,22 +61,7 @@ def variants() -> Iterator[Variant]:
         summed = triton_local._columns(HIDDEN, triton_local.SUMMED_BYTES, dtype)
         for top_k in TOP_KS if name == "bf16" else (8,):
             unroll = triton_local._unroll(top_k)
-            yield Variant(
-                f"local send, K = {top_k}, {name}",
-                triton_local._send_rows_kernel,
-                dict(
-                    tokens=f"*{name}",
-                    slot_to_row="*i64",
-                    row_to_slot="*i64",
-                    rows=f"*{name}",
-                    num_rows="i32",
-                    num_cols="i32",
-                    token_stride="i32",
-                ),
-                dict(K=top_k, UNROLL=unroll, COLS=sent, PADDING_ROWS=triton_local.PADDING_ROWS),
-                triton_local.WARPS,
-                ("num_cols", "token_stride"),
-            )
+            yield _send(name, dtype, top_k)
             for out in dict.fromkeys((name, "fp32", "bf16")):
                 yield Variant(
                     f"local sum, K = {top_k}, {name} to {out}",
@@ -78,6 +84,24 @@ def variants() -> Iterator[Variant]:
             dict(COLS=sent),
             triton_local.WARPS,
             ("num_cols", "source_stride"),
+        )
+    for padded in (False, True):
+        yield Variant(
+            f"local ends{', padded' * padded}",
+            triton_local._ends_kernel,
+            dict(counts="*i64", starts="*i64", ends="*i32", num_experts="i32"),
+            dict(PADDED=padded, EXPERTS=triton_local.VALUES),
+            triton_local.WARPS,
+        )
+    yield _send("u8", torch.uint8, 8)
+    for hidden in (2880, 7168):
+        num_scales = triton.cdiv(hidden, 128)
+        yield Variant(
+            f"local send of scales, H = {hidden}",
+            triton_local._send_scales_kernel,
+            dict(scales="*fp32", row_to_slot="*i64", out="*fp32", num_rows="i32", top_k="i32", num_scales="i32"),
+            dict(ROWS=triton_local.SCALED_ROWS, SCALES=triton.next_power_of_2(num_scales)),
+            triton_local.WARPS,
         )
     for name in (*DTYPES, "i64"):
         yield Variant(

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from megamoe.kernels import gemm, gemm_k, gemm_ops, gemm_swiglu, main_grad, reference
-from megamoe.kernels.layout import ALIGN, row_expert_ids
+from megamoe.kernels.layout import row_expert_ids
+from megamoe.kernels.local_rows import group_ends
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.types import ExpertLayout
 
@@ -46,10 +47,6 @@ def rounds_results(a: torch.Tensor, b: torch.Tensor) -> bool:
     return _torch_has_it(a, b)
 
 
-def _group_ends(layout: ExpertLayout) -> torch.Tensor:
-    return (layout.starts + (layout.counts + ALIGN - 1) // ALIGN * ALIGN).to(torch.int32)
-
-
 def grouped_gemm_nt(
     a: torch.Tensor, b: torch.Tensor, layout: ExpertLayout, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -64,7 +61,7 @@ def grouped_gemm_nt(
     if _kernels_have_it(a, b):
         return gemm.grouped_bf16_gemm_nt(a.contiguous(), b.contiguous(), RowGroups.padded(layout))
     if _torch_has_it(a, b):
-        return F.grouped_mm(a, b.transpose(1, 2), offs=_group_ends(layout))
+        return F.grouped_mm(a, b.transpose(1, 2), offs=group_ends(layout, padded=True))
     return reference.grouped_gemm_nt(a, b, layout)
 
 
@@ -85,13 +82,13 @@ def grouped_gemm_nn(a: torch.Tensor, b: torch.Tensor, layout: ExpertLayout) -> t
     if _kernels_have_it(a, b):
         return gemm.grouped_bf16_gemm_nn(a.contiguous(), b.contiguous(), RowGroups.padded(layout))
     if _torch_has_it(a, b):
-        return F.grouped_mm(a, b, offs=_group_ends(layout))
+        return F.grouped_mm(a, b, offs=group_ends(layout, padded=True))
     return reference.grouped_gemm_nn(a, b, layout)
 
 
 def row_ends(layout: ExpertLayout) -> RowGroups:
     """Each expert's rows without padding."""
-    return RowGroups.psum(layout.ends.to(torch.int32))
+    return RowGroups.psum(group_ends(layout, padded=False))
 
 
 def grouped_gemm_k(
@@ -105,7 +102,7 @@ def grouped_gemm_k(
         dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
         out = gemm_k.k_grouped_bf16_gemm_tn(a.contiguous(), b.contiguous(), row_ends(layout), out_dtype=dtype)
     elif _torch_has_it(a, b):
-        out = F.grouped_mm(a.t(), b, offs=_group_ends(layout))
+        out = F.grouped_mm(a.t(), b, offs=group_ends(layout, padded=True))
         # Not every architecture writes the slab of an empty group.
         out.masked_fill_((layout.counts == 0).view(-1, 1, 1), 0)
     else:

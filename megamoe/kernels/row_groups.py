@@ -8,6 +8,7 @@ import torch
 
 from megamoe.errors import check_choice, check_int, check_tensor, fail_value
 from megamoe.kernels.layout import ALIGN
+from megamoe.kernels.local_rows import group_ends
 from megamoe.types import ExpertLayout
 
 KINDS = ("contiguous", "psum", "masked")
@@ -62,8 +63,7 @@ class RowGroups:
     @classmethod
     def padded(cls, layout: ExpertLayout, expected: int | None = None) -> RowGroups:
         """The groups of a pool, each with its padding rows: every row up to the last group's end is computed."""
-        ends = layout.starts + (layout.counts + ALIGN - 1) // ALIGN * ALIGN
-        return cls("psum", ends.to(torch.int32), expected)
+        return cls("psum", group_ends(layout, padded=True), expected)
 
     def spans(self, num_rows: int) -> list[tuple[int, int]]:
         """(start, end) of each expert's rows on the host, cut to ``num_rows`` (of each expert if masked).

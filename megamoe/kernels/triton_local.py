@@ -35,6 +35,9 @@ PADDING_ROWS = 4
 
 VALUES = 1024
 
+SCALED_ROWS = 64
+"""Whose scales change their order together."""
+
 BLOCK_ROWS = tl.constexpr(ALIGN)
 
 
@@ -166,6 +169,26 @@ def layout_pairs(
     return counts, starts, pair_to_row, row_to_pair
 
 
+@triton.jit(do_not_specialize=["num_experts"])
+def _ends_kernel(counts, starts, ends, num_experts, PADDED: tl.constexpr, EXPERTS: tl.constexpr):
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    inside = expert < num_experts
+    rows = tl.load(counts + expert, mask=inside, other=0)
+    if PADDED:
+        rows = (rows + (BLOCK_ROWS - 1)) // BLOCK_ROWS * BLOCK_ROWS
+    tl.store(ends + expert, (tl.load(starts + expert, mask=inside, other=0) + rows).to(tl.int32), mask=inside)
+
+
+def group_ends(counts: torch.Tensor, starts: torch.Tensor, padded: bool) -> torch.Tensor:
+    """int32 ``[e]`` of int64 ``counts`` and ``starts``, both contiguous: one past each group's last row, or padding."""
+    ends = torch.empty(counts.shape, dtype=torch.int32, device=counts.device)
+    with torch.cuda.device(counts.device):
+        _ends_kernel[(triton.cdiv(ends.numel(), VALUES),)](
+            counts, starts, ends, ends.numel(), PADDED=padded, EXPERTS=VALUES, num_warps=WARPS
+        )
+    return ends
+
+
 # ---------------------------------------------------------------- movements
 
 
@@ -206,6 +229,20 @@ def _send_rows_kernel(
             targets = _rows_of_slots(slot_to_row, token, first, K, UNROLL)
             for k in tl.static_range(UNROLL):
                 tl.store(rows + targets[k] * num_cols + col, value, mask=inside & (targets[k] >= 0))
+
+
+@triton.jit(do_not_specialize=["num_rows", "top_k"])
+def _send_scales_kernel(
+    scales, row_to_slot, out, num_rows, top_k, num_scales, ROWS: tl.constexpr, SCALES: tl.constexpr
+):
+    """All scales of ROWS rows: those of their tokens, or zeros, turned."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(row_to_slot + row, mask=row < num_rows, other=-1)
+    scale = tl.arange(0, SCALES)
+    inside = (slot >= 0)[:, None] & (scale < num_scales)[None, :]
+    value = tl.load(scales + (slot // top_k)[:, None] * num_scales + scale[None, :], mask=inside, other=0.0)
+    place = scale.to(tl.int64)[:, None] * num_rows + row[None, :]
+    tl.store(out + place, tl.trans(value), mask=(scale < num_scales)[:, None] & (row < num_rows)[None, :])
 
 
 @triton.jit
@@ -289,6 +326,29 @@ def send_rows(tokens: torch.Tensor, slot_to_row: torch.Tensor, row_to_slot: torc
                 num_warps=WARPS,
             )
     return rows
+
+
+def send_scales(scales: torch.Tensor, row_to_slot: torch.Tensor, top_k: int) -> torch.Tensor:
+    """``[P, S]`` with stride 1 along P, a multiple of 4: the rows' tokens' of ``scales [T, S]``, zero for padding.
+
+    ``scales``, fp32, and ``row_to_slot [P]`` are contiguous.
+    """
+    num_rows, num_scales = row_to_slot.numel(), scales.shape[1]
+    out = scales.new_empty(num_scales, num_rows)
+    if out.numel():
+        with torch.cuda.device(scales.device):
+            _send_scales_kernel[(triton.cdiv(num_rows, SCALED_ROWS),)](
+                scales,
+                row_to_slot,
+                out,
+                num_rows,
+                top_k,
+                num_scales,
+                ROWS=SCALED_ROWS,
+                SCALES=triton.next_power_of_2(num_scales),
+                num_warps=WARPS,
+            )
+    return out.t()
 
 
 def gather_rows(source: torch.Tensor, row_to_source: torch.Tensor) -> torch.Tensor:

@@ -192,7 +192,8 @@ class Experts(nn.Module):
         fused = self._transport.fused_for(hidden_states, dtype, trained or asked)
         if fused is not None:
             return self._run_fused(fused, hidden_states, routing, up_proj, down_proj)
-        dispatched = self.exchange.dispatch(hidden_states, routing, dtype)
+        fp8 = self.options.precision == "fp8"
+        dispatched = self.exchange.dispatch(hidden_states, routing, dtype, fp8)
         if not self.training:
             self.slots.count_rows(dispatched.layout)
         rows = grouped_mlp(
@@ -205,6 +206,7 @@ class Experts(nn.Module):
             up_bias,
             down_bias,
             owners,
+            dispatched.codes,
         )
         return self.exchange.combine(rows, dispatched.handle, hidden_states.dtype)
 

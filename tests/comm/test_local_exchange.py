@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megamoe.comm.exchange import LocalExchange
+from megamoe.kernels.quant import dequantize, quantize_rowwise
+from megamoe.kernels.scales import is_mn_major
 from megamoe.types import Routing
 from tests.support.generators import ROUTING_KINDS, random_routing
 from tests.support.metrics import assert_close
@@ -76,6 +78,27 @@ def test_dispatch_and_combine(seed, kind, num_tokens, num_experts, top_k):
     assert torch.equal(out, plain_combine(results, pairs, num_tokens))
     # A handle holds no state: a second use gives the same.
     assert torch.equal(exchange.combine(results, sent.handle, torch.float32), out)
+
+
+@pytest.mark.parametrize("hidden", [24, 300])
+@pytest.mark.parametrize(("kind", "num_tokens", "num_experts", "top_k"), CASES)
+def test_codes(seed, kind, num_tokens, num_experts, top_k, hidden):
+    """Cast before they are sent: the same codes, scales and gradients as of the rows."""
+    routing, exchange = random_routing(kind, num_tokens, num_experts, top_k), LocalExchange(num_experts)
+    x = torch.randn(num_tokens, hidden).bfloat16().requires_grad_()
+    weights = routing.topk_weights.requires_grad_()
+    plain = exchange.dispatch(x, Routing(routing.topk_index, weights), torch.bfloat16)
+    sent = exchange.dispatch(x, Routing(routing.topk_index, weights), torch.bfloat16, fp8=True)
+    assert plain.codes is None and torch.equal(sent.row_weights, plain.row_weights)
+    assert sent.rows.shape == plain.rows.shape and sent.rows.dtype == plain.rows.dtype
+    assert sent.rows.untyped_storage().nbytes() == 2, "only stands for the rows"
+    assert torch.equal(dequantize(sent.codes), dequantize(quantize_rowwise(plain.rows)))
+    assert is_mn_major(sent.codes.scales) and not sent.codes.scales.requires_grad
+
+    grads = torch.randn_like(plain.rows), torch.randn_like(plain.row_weights)
+    expected = torch.autograd.grad((plain.rows, plain.row_weights), (x, weights), grads)
+    actual = torch.autograd.grad((sent.rows, sent.row_weights), (x, weights), grads)
+    assert all(torch.equal(mine, other) for mine, other in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize(("kind", "num_tokens", "num_experts", "top_k"), CASES)

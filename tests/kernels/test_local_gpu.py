@@ -10,8 +10,10 @@ import torch
 from megamoe.comm.exchange import LocalExchange
 from megamoe.kernels import local_rows
 from megamoe.kernels.layout import invert_rows, layout_pairs, max_pool_rows
+from megamoe.kernels.quant import quantize_rowwise
 from megamoe.kernels.reference import combine_slots, permute
-from megamoe.types import Routing
+from megamoe.kernels.scales import is_mn_major
+from megamoe.types import ExpertLayout, Fp8Tensor, Routing
 from tests.support.generators import ROUTING_KINDS, random_routing
 
 pytestmark = pytest.mark.gpu
@@ -117,6 +119,29 @@ def test_movements(hidden, dtype, seed):
         same(row_weights, permute(weights, row_to_slot), kind)
         for out in sums:
             same(out, combine_slots(results, slot_to_row, out.dtype), (kind, out.dtype))
+
+
+@pytest.mark.parametrize("hidden", [1, 24, 300, 2880, 7168])
+def test_codes(hidden, seed):
+    for kind in ROUTING_KINDS:
+        index = random_routing(kind, 60, 6, 3).topk_index
+        slot_to_row, row_to_slot = maps_of(index, 6)
+        tokens = quantize_rowwise(torch.randn(60, hidden))
+        there = Fp8Tensor(tokens.codes.to(DEVICE), tokens.scales.to(DEVICE), tokens.block)
+        with strictly():
+            sent = local_rows.send_codes(there, slot_to_row.to(DEVICE), row_to_slot.to(DEVICE))
+        expected = local_rows.send_codes(tokens, slot_to_row, row_to_slot)
+        assert torch.equal(sent.codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8)), kind
+        assert torch.equal(sent.scales.cpu(), expected.scales) and is_mn_major(sent.scales), kind
+
+
+@pytest.mark.parametrize("num_experts", [1, 100, 1024, 5000])
+def test_group_ends(num_experts, seed):
+    counts = torch.randint(0, 300, (num_experts,))
+    layout = ExpertLayout(counts, torch.randint(0, 2**20, (num_experts,)), 2**21)
+    there = ExpertLayout(layout.counts.to(DEVICE), layout.starts.to(DEVICE), layout.num_rows)
+    for padded in (False, True):
+        same(local_rows.group_ends(there, padded), local_rows.group_ends(layout, padded), padded)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 7, 8, 9, 10, 22, 64])

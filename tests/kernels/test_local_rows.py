@@ -17,6 +17,7 @@ import torch
 from megamoe.kernels import local_rows, triton_local
 from megamoe.kernels.layout import invert_rows, layout_pairs, max_pool_rows
 from megamoe.kernels.reference import combine_slots, permute
+from megamoe.types import ExpertLayout, Fp8Tensor
 from tests.support.generators import ROUTING_KINDS, random_routing
 
 torch.manual_seed(int(sys.argv[1]))
@@ -44,6 +45,10 @@ def check(index, num_experts, hidden, dtype, out_dtype, what):
     for num_rows in {layout.num_rows, max_pool_rows(ids.numel(), num_experts)}:
         row_to_pair = invert_rows(pair_to_row, num_rows)
         wanted = layout.counts, layout.starts, pair_to_row, row_to_pair
+        counts, starts = wanted[:2]
+        for padded in (False, True):
+            ends = local_rows.group_ends(ExpertLayout(counts, starts, num_rows), padded)
+            same(triton_local.group_ends(counts, starts, padded), ends, (what, "ends"))
         for given in (ids, ids.to(torch.int32)):
             got = triton_local.layout_pairs(given, num_experts, num_rows)
             for name, mine, theirs in zip(("counts", "starts", "rows", "pairs"), got, wanted, strict=True):
@@ -56,6 +61,14 @@ def check(index, num_experts, hidden, dtype, out_dtype, what):
         some = torch.cat([pair_to_row[pair_to_row >= 0][:20], torch.arange(0, num_rows, 97)])
         row_to_token = row_to_pair[some].div(top_k, rounding_mode="floor")
         same(triton_local.gather_rows(tokens, row_to_token), sent[some], (what, "gather rows"))
+        codes = torch.randint(256, (num_tokens, hidden), dtype=torch.uint8)
+        codes = Fp8Tensor(codes.view(torch.float8_e4m3fn), torch.randn(num_tokens, 1 + hidden // 9), (1, 128))
+        sent_codes = local_rows.send_codes(codes, slot_to_row, row_to_pair)
+        got = triton_local.send_rows(codes.codes.view(torch.uint8), slot_to_row, row_to_pair)
+        same(got, sent_codes.codes.view(torch.uint8), (what, "codes"))
+        got = triton_local.send_scales(codes.scales, row_to_pair, top_k)
+        assert got.stride(0) == 1
+        assert torch.equal(got, sent_codes.scales), (what, "scales")
         weights = values(ids.numel(), dtype=dtype)
         row_weights = permute(weights, row_to_pair)
         same(triton_local.gather_values(weights, row_to_pair), row_weights, (what, "gather values"))

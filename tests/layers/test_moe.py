@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megamoe
 from megamoe import MoE, MoEConfig, RouterConfig
+from megamoe.comm.exchange import LocalExchange
 from tests.support.metrics import assert_close, relative_error
 from tests.support.plain_layer import plain_layer
 
@@ -275,6 +276,23 @@ def test_checkpointing_changes_no_bit(mode, precision, seed):
     for got, wanted in zip(run(moe, x, grad, **CHECKPOINTING[mode]), expected, strict=True):
         assert torch.equal(got, wanted)
     assert torch.equal(moe.router.tokens_per_expert, 2 * counts)
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_rows_are_cast_before_they_are_sent(dtype, recompute, monkeypatch, seed):
+    """Each token once, not each of its rows: no bit changes."""
+    moe = build(layer(precision="fp8", recompute=recompute, bias=recompute == "none"), dtype)
+    x, grad = torch.randn(41, HIDDEN, dtype=dtype), torch.randn(41, HIDDEN, dtype=dtype)
+    sent = []
+    send_codes = LocalExchange.send_codes
+    monkeypatch.setattr(LocalExchange, "send_codes", lambda *args: sent.append(args) or send_codes(*args))
+    results = run(moe, x, grad)
+    assert len(sent) == 1
+    monkeypatch.setattr(LocalExchange, "sends_codes", False)
+    for got, wanted in zip(results, run(moe, x, grad), strict=True):
+        assert torch.equal(got, wanted)
+    assert len(sent) == 1
 
 
 def near_tie() -> tuple[MoE, torch.Tensor]:
