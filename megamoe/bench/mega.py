@@ -4,6 +4,8 @@ Run: torchrun --standalone --nproc-per-node 2 -m megamoe bench mega [--tokens 1,
 one GPU. From BF16 tokens and their routing to BF16 results, casts included. Results are compared with a reference and
 with each other before anything is timed. Times are those of CUDA-graph replays, interleaved, the slowest rank's.
 
+On one GPU it is also measured beside nothing but both GEMMs, on the same rows.
+
 With --precision bf16 there is no such kernel of DeepGEMM's, but separate kernels over NVLink and over NCCL. The latter
 reads counts back, so that no graph holds it: it is timed call by call.
 """
@@ -184,6 +186,9 @@ def measure(
             candidates["deep_gemm"]()
             problem.finish()
             figures["deep_gemm_error"] = f"{check('deep_gemm', peer_out, PEER_ERROR_LIMIT)[0]:.1e}"
+        if ranks.group is None:
+            # How much of their rate is left, where no rows travel.
+            candidates["gemms"] = problem.gemms(x, routing)
         times = _timed(problem, candidates, ranks, rounds)
         if problem.collective is not None and not case.fp8:
             check("nccl", problem.over_nccl(x, routing), ERROR_LIMIT)
@@ -246,8 +251,8 @@ def regret_of(case: MegaCase, times: dict[str, float]) -> dict[str, object]:
 # ---------------------------------------------------------------- the command
 
 COLUMNS = (
-    *("shape", "precision", "routing", "tokens", "mega_us", "staged_us", "nccl_us", "deep_gemm_us"),
-    *("x_staged", "x_nccl", "x_deep_gemm", "tflops"),
+    *("shape", "precision", "routing", "tokens", "mega_us", "staged_us", "nccl_us", "deep_gemm_us", "gemms_us"),
+    *("x_staged", "x_nccl", "x_deep_gemm", "x_gemms", "tflops"),
     *("same_bits", "error", "deep_gemm_error", "chosen_us", "best", "best_us", "regret_percent"),
 )
 

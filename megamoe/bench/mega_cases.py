@@ -245,6 +245,22 @@ class MegaProblem:
         act = first(rows, self.weights.up, groups, row_weights=handle.row_weights)
         return self.exchange.return_rows(second(act, self.weights.down, groups), handle, BF16)
 
+    def gemms(self, x: torch.Tensor, routing: Routing) -> Callable[[], None]:
+        """Both GEMMs on the rows that one rank has, and nothing else."""
+        rows, handle = self.exchange.dispatch_once(x, routing, FP8 if self.case.fp8 else BF16)
+        groups = RowGroups.psum(handle.layout.ends.to(torch.int32))
+        fused, gemm = grouped_fp8_gemm_swiglu_nt, grouped_fp8_gemm_nt
+        if not self.case.fp8:
+            fused, gemm = grouped_bf16_gemm_swiglu_nt, grouped_bf16_gemm_nt
+        act = fused(rows, self.weights.up, groups)
+        pre, out = gemm(rows, self.weights.up, groups), gemm(act, self.weights.down, groups)
+
+        def both() -> None:
+            gemm(rows, self.weights.up, groups, out=pre)
+            gemm(act, self.weights.down, groups, out=out)
+
+        return both
+
     def over_nccl(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The same BF16 kernels between NCCL's exchanges: with a group only, and in no graph, for it reads counts."""
         sent = self.collective.dispatch(x, routing, BF16)

@@ -55,6 +55,9 @@ class CpuProblem(MegaProblem):
     def over_nccl(self, x, routing):
         return self._result(x, routing, "nccl")
 
+    def gemms(self, x, routing):
+        return lambda: None
+
     def fused(self, x, routing, out, settings):
         return lambda: out.copy_(self._result(x, routing, "mega"))
 
@@ -139,11 +142,12 @@ def test_all_ranks_see_a_wrong_one(seed):
 def test_measure(peer, on_cpu, seed):
     weights, module = weights_of(SMALL, seed), FakePeer()
     row = mega.measure(SMALL, weights, PeerWeights(module, weights.up, weights.down) if peer else None, ALONE, 3)
-    names = ["mega", "staged", "deep_gemm"] if peer else ["mega", "staged"]
+    names = ["mega", "staged", "deep_gemm", "gemms"] if peer else ["mega", "staged", "gemms"]
     assert on_cpu == [(names, 3, SMALL.calls(1))]
     assert (row["shape"], row["tokens"], row["routing"]) == (SHAPE, 5, "uniform")
     assert row["same_bits"] is True and float(row["error"]) < mega.ERROR_LIMIT
     assert (row["mega_us"], row["staged_us"], row["x_staged"]) == (10.0, 20.0, 2.0)
+    assert row["x_gemms"] == len(names)
     assert row["tflops"] == pytest.approx(SMALL.flops / 10e-6 / 1e12, abs=0.05)
     if peer:
         assert (row["deep_gemm_us"], row["x_deep_gemm"]) == (30.0, 3.0)
@@ -174,7 +178,7 @@ def test_measure_in_bf16(group, on_cpu, seed, monkeypatch):
     monkeypatch.setattr(mega, "size_of", lambda group: 1)
     monkeypatch.setattr(mega, "largest", lambda values, group, device: ranks.largest(values, None, device))
     row = mega.measure(BF16_SMALL, weights_of(BF16_SMALL, seed), None, mega.Ranks(None, group, 0), 3)
-    assert on_cpu == [(["mega", "staged"], 3, BF16_SMALL.calls(1))]
+    assert on_cpu == [(["mega", "staged", *["gemms"] * (group is None)], 3, BF16_SMALL.calls(1))]
     assert row["precision"] == "bf16" and row["same_bits"] is True and float(row["error"]) < 1e-2
     if group is None:
         assert not timed and "nccl_us" not in row
