@@ -128,8 +128,9 @@ def test_codes(hidden, seed):
         slot_to_row, row_to_slot = maps_of(index, 6)
         tokens = quantize_rowwise(torch.randn(60, hidden))
         there = Fp8Tensor(tokens.codes.to(DEVICE), tokens.scales.to(DEVICE), tokens.block)
+        maps = slot_to_row.to(DEVICE), row_to_slot.to(DEVICE)
         with strictly():
-            sent = local_rows.send_codes(there, slot_to_row.to(DEVICE), row_to_slot.to(DEVICE))
+            sent = local_rows.send_codes(there, *maps)
         expected = local_rows.send_codes(tokens, slot_to_row, row_to_slot)
         assert torch.equal(sent.codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8)), kind
         assert torch.equal(sent.scales.cpu(), expected.scales) and is_mn_major(sent.scales), kind

@@ -114,7 +114,7 @@ def test_settings():
     for tokens, order in {1: (8, 1), 128: (8, 1), 256: (8, 1), 257: (4, 2), 512: (4, 2), 8192: (4, 2)}.items():
         settings = choose_settings(tokens=tokens, **sizes)
         assert settings == MegaSettings(132, *order) == replace(settings, stages=4, skew=1, chunk=512)
-        assert choose_settings(tokens=tokens, **sizes, fp8=False) == replace(settings, skew=2)
+        assert choose_settings(tokens=tokens, **sizes, fp8=False) == replace(settings, lag=1, skew=2)
 
 
 def test_next_power_of_two():
