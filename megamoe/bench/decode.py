@@ -3,7 +3,8 @@
 Run: torchrun --standalone --nproc-per-node 2 -m megamoe bench decode; without torchrun on one GPU. Before anything is
 timed, replays must give the bits of eager calls, with other tokens and so other routing each time, and results must
 agree with the reference. Times are those of calls back to back, router and copy of the input included for everybody,
-the slowest rank's. Host times are those of single calls while the GPU is idle, so that nobody waits for it.
+the slowest rank's. Host times are those of a few calls in a row that find the GPU idle, so that nobody waits for it;
+``in_place`` is a replay whose tokens lie in the runner's input.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from megamoe.layers.parallel import local_tensor
 CALLS = 20
 """Back to back in a sample."""
 
-HOST_SAMPLES = 200
+HOST_SAMPLES, HOST_CALLS = 100, 8
+"""Calls of a sample for the host: so few that the GPU's queue, of some thousand launches, does not fill."""
 
 
 def back_to_back(candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = CALLS) -> dict[str, float]:
@@ -60,14 +62,15 @@ def back_to_back(candidates: Mapping[str, Callable[[], object]], rounds: int, ca
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def host_us(call: Callable[[], object], samples: int = HOST_SAMPLES) -> float:
-    """Median microseconds of the host until ``call`` returns, its GPU being idle."""
+def host_us(call: Callable[[], object], samples: int = HOST_SAMPLES, calls: int = HOST_CALLS) -> float:
+    """Microseconds of the host for a call: median over samples of some calls in a row, before which the GPU is idle."""
     times = []
     for _ in range(samples):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) / calls)
     torch.cuda.synchronize()
     return statistics.median(times) * 1e6
 
@@ -179,7 +182,8 @@ def measure(
             figures["deep_gemm_error"] = f"{error:.1e}"
             candidates["deep_gemm"] = lambda: step(x)
         times = largest(back_to_back(candidates, rounds), problem.group, problem.device)
-        hosts = {name: host_us(candidates[name]) for name in ("replay", "eager")}
+        calls = {**candidates, "in_place": lambda: problem.runner(problem.runner.input(count))}
+        hosts = {name: host_us(calls[name]) for name in ("replay", "in_place", "eager")}
         hosts = largest(hosts, problem.group, problem.device)
         return {**row_of(count, times, hosts), **figures}
     finally:

@@ -35,6 +35,7 @@ from megamoe.kernels import (
     offline_mega,
     offline_mlp,
     offline_quant,
+    offline_router,
 )
 from megamoe.kernels.gluon import pieces
 
@@ -188,6 +189,7 @@ def variants() -> tuple[Variant, ...]:
         *offline_exchange.movements(),
         *offline_mlp.variants(),
         *offline_local.variants(),
+        *offline_router.movements(),
         *offline_quant.variants(),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,17 @@ class _Bucket:
     graph: torch.cuda.CUDAGraph | None = None
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What a number of tokens needs: views, made once. ``out`` is None where calls are eager."""
+
+    num_tokens: int
+    bucket: _Bucket
+    input: torch.Tensor
+    mask: torch.Tensor
+    out: torch.Tensor | None
+
+
 class DecodeRunner:
     """Runs a layer on any number of tokens up to the largest bucket, each bucket as one CUDA graph.
 
@@ -40,6 +52,12 @@ class DecodeRunner:
 
     Construction calls the layer for each bucket, largest first: with expert parallelism it is a collective, and so is
     each call afterwards; ranks may have different numbers of tokens.
+
+    A call copies its tokens, checks that copies of weights are current, and replays. Whoever writes tokens to
+    ``runner.input(T)`` and passes that very tensor saves the copy::
+
+        torch.add(attention, residual, out=runner.input(T))
+        y = runner(runner.input(T))
 
     Args:
         layer: ``layer(hidden_states [T, H], token_mask bool [T]) -> [T, H]``, such as ``MoE`` in evaluation mode.
@@ -79,27 +97,35 @@ class DecodeRunner:
         if device is None:
             first = next(layer.parameters(), None)
             device = torch.device("cpu") if first is None else local_tensor(first).device
-        self.device = torch.device(device)
         self._layer, self._hidden_size, self._dtype = layer, hidden_size, dtype
-        self._experts = [module for module in layer.modules() if isinstance(module, Experts)]
+        modules = [module for module in layer.modules() if isinstance(module, Experts)]
+        self._with_copies = [module for module in modules if module.options.precision == "fp8"]
         self.captures = 0
+        self._sizes = tuple(buckets)
         self._buckets: dict[int, _Bucket] = {}
+        self._steps: dict[tuple[int, ...], _Step] = {}
+        # Any call may write them, in inference mode or not.
+        with torch.inference_mode(False):
+            most = self._sizes[-1]
+            # A mask of n tokens is a piece of it.
+            self._masks = torch.arange(2 * most, device=device) < most
+            for size in self._sizes:
+                hidden_states = torch.zeros(size, hidden_size, dtype=dtype, device=device)
+                token_mask = torch.ones(size, dtype=torch.bool, device=device)
+                self._buckets[size] = _Bucket(hidden_states, token_mask, size)
+        self.device = self._masks.device
         if self.device.type == "cuda":
             self._check_capturable()
-        pool = None
-        # The largest first: the others then fit into its memory.
-        for size in reversed(list(buckets)):
-            hidden_states = torch.zeros(size, hidden_size, dtype=dtype, device=self.device)
-            token_mask = torch.ones(size, dtype=torch.bool, device=self.device)
-            bucket = self._buckets[size] = _Bucket(hidden_states, token_mask, size)
-            if self.device.type == "cuda":
-                self._capture(bucket, pool)
-                pool = bucket.graph.pool()
+            pool = None
+            # The largest first: the others then fit into its memory.
+            for size in reversed(self._sizes):
+                self._capture(self._buckets[size], pool)
+                pool = self._buckets[size].graph.pool()
 
     @property
     def buckets(self) -> tuple[int, ...]:
         """Token counts, ascending."""
-        return tuple(sorted(self._buckets))
+        return self._sizes
 
     def bucket_of(self, num_tokens: int) -> int:
         """The bucket that ``num_tokens`` run in.
@@ -107,35 +133,58 @@ class DecodeRunner:
         Raises:
             MegaMoEError: there are more tokens than the largest bucket has.
         """
-        for size in self.buckets:
-            if num_tokens <= size:
-                return size
-        fail_value(
-            "tokens", num_tokens, f"must not exceed the largest bucket, {self.buckets[-1]}", "Add a larger bucket."
-        )
+        if num_tokens > self._sizes[-1]:
+            rule = f"must not exceed the largest bucket, {self._sizes[-1]}"
+            fail_value("tokens", num_tokens, rule, "Add a larger bucket.")
+        return self._sizes[bisect_left(self._sizes, num_tokens)]
 
-    @torch.no_grad()
+    def input(self, num_tokens: int) -> torch.Tensor:
+        """``[num_tokens, H]``: the memory that a call of so many tokens reads, the same tensor each time.
+
+        Numbers of tokens with the same bucket share it, and a call with another tensor writes it.
+
+        Raises:
+            MegaMoEError: ``num_tokens`` is negative or more than the largest bucket.
+        """
+        check_int("num_tokens", num_tokens, 0)
+        return self._step(num_tokens).input
+
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` of ``hidden_states [T, H]``, T from 0; overwritten by the next call with the same bucket.
 
         Raises:
             MegaMoEError: another shape, dtype or device, or too many tokens.
         """
-        check_tensor("hidden_states", hidden_states, (None, self._hidden_size), (self._dtype,), self.device)
-        num_tokens = hidden_states.shape[0]
-        bucket = self._buckets[self.bucket_of(num_tokens)]
-        bucket.hidden_states[:num_tokens].copy_(hidden_states)
-        if bucket.live != num_tokens:
-            bucket.token_mask[:num_tokens] = True
-            bucket.token_mask[num_tokens:] = False
-            bucket.live = num_tokens
+        step = self._steps.get(hidden_states.shape) if isinstance(hidden_states, torch.Tensor) else None
+        if step is None or hidden_states.dtype != self._dtype or hidden_states.device != self.device:
+            check_tensor("hidden_states", hidden_states, (None, self._hidden_size), (self._dtype,), self.device)
+            step = self._step(hidden_states.shape[0])
+        bucket = step.bucket
+        if hidden_states is not step.input:
+            # No graph of autograd may hold the buffer.
+            step.input.copy_(hidden_states.detach() if hidden_states.requires_grad else hidden_states)
+        if bucket.live != step.num_tokens:
+            bucket.token_mask.copy_(step.mask)
+            bucket.live = step.num_tokens
         if bucket.graph is None:
-            bucket.out = self._layer(bucket.hidden_states, bucket.token_mask)
-        else:
-            for experts in self._experts:
-                experts.refresh_copies()
-            bucket.graph.replay()
-        return bucket.out[:num_tokens]
+            with torch.no_grad():
+                return self._layer(bucket.hidden_states, bucket.token_mask)[: step.num_tokens]
+        for experts in self._with_copies:
+            experts.refresh_copies()
+        bucket.graph.replay()
+        return step.out
+
+    def _step(self, num_tokens: int) -> _Step:
+        step = self._steps.get((num_tokens, self._hidden_size))
+        if step is None:
+            size = self.bucket_of(num_tokens)
+            bucket, start = self._buckets[size], self._sizes[-1] - num_tokens
+            with torch.inference_mode(False):
+                hidden_states, mask = bucket.hidden_states[:num_tokens], self._masks[start : start + size]
+            out = None if bucket.out is None else bucket.out[:num_tokens]
+            step = _Step(num_tokens, bucket, hidden_states, mask, out)
+            self._steps[num_tokens, self._hidden_size] = step
+        return step
 
     def _check_capturable(self) -> None:
         for name, module in self._layer.named_modules():

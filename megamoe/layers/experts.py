@@ -255,7 +255,10 @@ class Experts(nn.Module):
     def refresh_copies(self) -> None:
         """Casts FP8 copies of weights that have changed, in place: captured graphs read them. Cheap if none has."""
         for name in (self._up_name, "down_proj"):
-            weight_cache.refresh(getattr(self, name))
+            # Faster than the attribute; where a weight is computed instead, it has no lasting copies.
+            weight = self._parameters.get(name)
+            if weight is not None:
+                weight_cache.refresh(weight)
 
     def _watch_weights(self) -> None:
         for name in (self._up_name, "down_proj"):

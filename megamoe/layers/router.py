@@ -13,7 +13,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from megamoe.comm.failures import named_collective
 from megamoe.config import MoEConfig, check_config
 from megamoe.errors import FLOATING, check_tensor
-from megamoe.kernels import reference
+from megamoe.kernels import reference, routing
 from megamoe.layers.balance import attach_loss, load_balancing_loss, router_z_loss
 from megamoe.types import Routing
 
@@ -105,6 +105,9 @@ def _all_reduce(counts: torch.Tensor, group: dist.ProcessGroup) -> None:
 class Router(nn.Module):
     """Routes tokens to their ``top_k`` experts (``RouterConfig`` says how).
 
+    In evaluation mode, where no gradients are recorded, up to 512 tokens on a GPU are routed by two kernels, and a
+    token's routing has the same bits whatever tokens are beside it. Compiled code routes with torch's operators.
+
     Parameters and buffers stay in fp32 through ``.to(dtype)``, ``.bfloat16()`` and the like.
 
     Attributes:
@@ -181,6 +184,10 @@ class Router(nn.Module):
         check_tensor("hidden_states", hidden_states, (None, self.config.hidden_size), FLOATING, self.weight.device)
         if token_mask is not None:
             check_tensor("token_mask", token_mask, hidden_states.shape[:1], (torch.bool,), hidden_states.device)
+        if self._has_kernel(hidden_states):
+            parameters = self.weight, self.bias, self.expert_bias
+            return Routing(*routing.route(hidden_states, *parameters, token_mask, self.config.top_k, config))
+        if token_mask is not None:
             hidden_states = hidden_states.masked_fill(~token_mask.unsqueeze(1), 0)
         with torch.autocast(hidden_states.device.type, enabled=False):
             compute_logits = _logits if torch.compiler.is_compiling() else reference.router_logits
@@ -204,6 +211,12 @@ class Router(nn.Module):
                     self.tokens_per_expert += counts
                 weights = self._attach_losses(weights, logits, scores, counts, token_mask)
         return Routing(index, weights)
+
+    def _has_kernel(self, hidden_states: torch.Tensor) -> bool:
+        if self.training or torch.compiler.is_compiling() or not routing.has_kernel(hidden_states, self.weight):
+            return False
+        recorded = (hidden_states, self.weight) if self.bias is None else (hidden_states, self.weight, self.bias)
+        return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in recorded))
 
     def _attach_losses(self, weights, logits, scores, counts, token_mask) -> torch.Tensor:
         config = self.config.router

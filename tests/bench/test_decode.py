@@ -65,7 +65,8 @@ def test_measure(count, problem, on_cpu, seed):
     assert (row["tokens"], row["replays_checked"]) == (count, 5)
     assert [row[f"{name}_us"] for name in ("replay", "eager", "deep_gemm")] == [10.0, 20.0, 30.0]
     assert (row["x_eager"], row["x_deep_gemm"]) == (2.0, 3.0)
-    assert row["replay_host_us"] == row["eager_host_us"] == 12.3 and "deep_gemm_host_us" not in row
+    assert row["replay_host_us"] == row["in_place_host_us"] == row["eager_host_us"] == 12.3
+    assert "deep_gemm_host_us" not in row
     assert 0 < float(row["error"]) < decode.ERROR_LIMIT and 0 < float(row["deep_gemm_error"]) < PEER_ERROR_LIMIT
     assert module.made == [(4, count, 2, 256, 1024)] and module.destroyed == 1
     row = decode.measure(problem, None, None, count, 3, 5)
@@ -125,8 +126,8 @@ def test_a_wrong_peer_is_seen(fault, problem, on_cpu, seed, monkeypatch):
 # ---------------------------------------------------------------- clocks
 
 
-def test_host_time_is_that_of_single_calls(monkeypatch):
-    """100 us for most calls; what comes before a call and after it is not counted."""
+def test_host_time_is_that_of_a_few_calls_in_a_row(monkeypatch):
+    """100 us for most calls; what comes before them and after them is not counted."""
     now, order = [0.0], []
 
     def synchronize():
@@ -135,12 +136,12 @@ def test_host_time_is_that_of_single_calls(monkeypatch):
 
     def call():
         order.append("call")
-        now[0] += 1.0 if order.count("call") == 3 else 100e-6
+        now[0] += 1.0 if order.count("call") == 5 else 100e-6
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(decode.time, "perf_counter", lambda: now[0])
-    assert decode.host_us(call, samples=5) == pytest.approx(100.0, rel=1e-6)
-    assert order == ["wait", "call"] * 5 + ["wait"]
+    assert decode.host_us(call, samples=5, calls=3) == pytest.approx(100.0, rel=1e-6)
+    assert order == ["wait", "call", "call", "call"] * 5 + ["wait"]
 
 
 def test_calls_back_to_back(monkeypatch):

@@ -262,6 +262,47 @@ def test_refresh(casts, seed):
     assert len(casts) == 4
 
 
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_refresh_sees_every_change(change, seed):
+    w = weight()
+    made = fp8_copy(w, UP, "training")
+    fp8_copy(w, DOWN, "inference")
+    for _ in range(2):
+        weight_cache.refresh(w)
+        IN_PLACE[change](w)
+        weight_cache.refresh(w)
+        assert_is_copy(made, w, UP)
+        (other,) = (copy for (padding, *_), copy in weight_cache._find(w).copies.items() if padding is DOWN)
+        assert_is_copy(other, w, DOWN)
+
+
+def test_refresh_looks_no_further_than_needed(seed, monkeypatch):
+    """At the one copy that is out of date."""
+    asked, whole = [], weight_cache.fp8_copy
+
+    def ask(weight, padding, phase):
+        asked.append(padding)
+        return whole(weight, padding, phase)
+
+    w = weight()
+    fp8_copy(w, UP, "training")
+    fp8_copy(w, DOWN, "inference")
+    monkeypatch.setattr(weight_cache, "fp8_copy", ask)
+    for _ in range(3):
+        weight_cache.refresh(w)
+    assert not asked
+    _edit(w)
+    fp8_copy(w, UP, "inference")
+    weight_cache.refresh(w)
+    assert asked == [DOWN]
+    with torch.inference_mode():
+        unversioned = torch.randn(2, 256, 128)
+    fp8_copy(unversioned, UP, "inference")
+    weight_cache.refresh(unversioned)
+    weight_cache.refresh(unversioned)
+    assert asked == [DOWN, UP, UP]
+
+
 def test_weights_made_in_inference_mode(casts, seed):
     """They have no versions: nothing tells whether they have changed, so each call casts; in the same memory."""
     with torch.inference_mode():

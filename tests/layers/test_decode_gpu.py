@@ -42,6 +42,57 @@ def test_one_gpu(precision, seed):
     replays_equal_eager(moe, device, torch.Generator().manual_seed(seed), 200)
 
 
+@torch.no_grad()
+def test_a_token_has_the_same_bits_in_any_bucket(seed):
+    """Of the routing; the experts' GEMMs take other tiles for more rows, so outputs agree to rounding."""
+    device = torch.device("cuda", 0)
+    moe = MoE(CONFIG, device=device, dtype=BF16).eval()
+    seen = []
+    moe.router.register_forward_hook(lambda module, inputs, routing: seen.append(routing))
+    runner = DecodeRunner(moe, 256, (1, 8, 64))
+    # Of each bucket, the largest first: two calls, and the capture.
+    routings = {size: seen[3 * place + 2] for place, size in enumerate((64, 8, 1))}
+    x = torch.randn(64, 256, device=device).to(BF16)
+    runner(x)
+    expected = routings[64].topk_index.clone(), routings[64].topk_weights.clone()
+    for size in (1, 8):
+        for start in range(0, 64, size):
+            runner(x[start : start + size])
+            assert torch.equal(routings[size].topk_index, expected[0][start : start + size])
+            assert torch.equal(routings[size].topk_weights, expected[1][start : start + size])
+
+
+@torch.no_grad()
+def test_the_input_of_a_runner(seed):
+    device = torch.device("cuda", 0)
+    runner = DecodeRunner(MoE(CONFIG, device=device, dtype=BF16).eval(), 256, (1, 8, 64))
+    for count in (1, 5, 8, 5, 64, 0, 33):
+        x = torch.randn(count, 256, device=device).to(BF16)
+        expected = runner(x).clone()
+        runner.input(count).fill_(float("nan"))
+        runner.input(count).copy_(x)
+        assert torch.equal(runner(runner.input(count)), expected)
+
+
+@torch.no_grad()
+def test_streams_take_turns(seed):
+    """A replay waits for the casts of another stream, which a busy one has not begun yet."""
+    device = torch.device("cuda", 0)
+    moe = MoE(replace(CONFIG, precision="fp8"), device=device, dtype=BF16).eval()
+    runner, x = DecodeRunner(moe, 256, (8,)), torch.randn(8, 256, device=device).to(BF16)
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    for turn in range(10):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[turn % 2]):
+            torch.cuda._sleep(20_000_000)
+            moe.experts.down_proj.mul_(-1)
+            moe.experts.refresh_copies()
+        with torch.cuda.stream(streams[1 - turn % 2]):
+            out = runner(x).clone()
+        torch.cuda.synchronize()
+        assert torch.equal(out, moe(x)), turn
+
+
 def _two_gpus(rank: int, ranks: int, seed: int) -> None:
     device = torch.device("cuda", rank)
     torch.manual_seed(seed)

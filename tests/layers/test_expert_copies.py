@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megamoe import ExpertPlacement, Experts, MoEConfig, rebalance
 from megamoe.kernels import weight_cache
+from megamoe.kernels.quant import dequantize, quantize_blockwise
 from megamoe.layers.parallel import local_tensor
 from tests.support.metrics import assert_close
 from tests.support.processes import run_ranks
@@ -93,7 +94,27 @@ CHANGES = {
 }
 
 
+def check_refreshed(experts: Experts, change: Callable[[], object], what: str) -> None:
+    """After ``change`` the copies that a captured graph reads are cast anew, where they lie."""
+    call(experts, False)
+    experts.refresh_copies()
+    made = []
+    for parameter in (experts.gate_up_proj, experts.down_proj):
+        weight = local_tensor(parameter)
+        ((form, copied),) = weight_cache._find(weight).copies.items()
+        made.append((weight, form[0], copied.plain, dequantize(copied.plain)))
+    change()
+    experts.refresh_copies()
+    for weight, padding, plain, _ in made:
+        wanted = quantize_blockwise(padding.pad(weight.detach()))
+        assert torch.equal(dequantize(plain), dequantize(wanted)), f"{what}: old weights"
+    assert any(not torch.equal(dequantize(plain), old) for _, _, plain, old in made), f"{what} changed nothing"
+
+
 def follows_everywhere(experts: Experts) -> None:
+    for what, change in CHANGES.items():
+        if not what.endswith("assigned"):
+            check_refreshed(experts, lambda change=change: change(experts), what)
     for what, change in CHANGES.items():
         check_follows(experts, lambda change=change: change(experts), what)
     experts.double()
