@@ -106,7 +106,7 @@ class Router(nn.Module):
     """Routes tokens to their ``top_k`` experts (``RouterConfig`` says how).
 
     In evaluation mode, where no gradients are recorded, up to 512 tokens on a GPU are routed by two kernels, and a
-    token's routing has the same bits whatever tokens are beside it. Compiled code routes with torch's operators.
+    token's routing has the same bits whatever tokens are beside it.
 
     Parameters and buffers stay in fp32 through ``.to(dtype)``, ``.bfloat16()`` and the like.
 
@@ -213,7 +213,7 @@ class Router(nn.Module):
         return Routing(index, weights)
 
     def _has_kernel(self, hidden_states: torch.Tensor) -> bool:
-        if self.training or torch.compiler.is_compiling() or not routing.has_kernel(hidden_states, self.weight):
+        if self.training or not routing.has_kernel(hidden_states, self.weight):
             return False
         recorded = (hidden_states, self.weight) if self.bias is None else (hidden_states, self.weight, self.bias)
         return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in recorded))

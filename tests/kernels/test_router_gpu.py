@@ -93,6 +93,19 @@ def test_gradients_and_many_tokens_take_torch(seed):
 
 
 @torch.no_grad()
+def test_compiled(seed):
+    torch._dynamo.reset()
+    router = trained_router()
+    compiled = torch.compile(router, fullgraph=True)
+    for tokens in (33, 1, routing.MOST_TOKENS):
+        x, mask = torch.randn(tokens, 1024, device=DEVICE).bfloat16(), torch.rand(tokens, device=DEVICE) < 0.7
+        got, expected = compiled(x, mask), router(x, mask)
+        assert torch.equal(got.topk_index, expected.topk_index)
+        assert torch.equal(got.topk_weights, expected.topk_weights)
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
 def test_graphs(seed):
     """A captured call has the bits of eager ones, with other tokens and masks."""
     router = trained_router()

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megamoe
 from megamoe import MegaMoEError, MoE, MoEConfig, RouterConfig, set_aux_loss_scale
+from megamoe.kernels import reference, routing
 from megamoe.layers import balance, router
 from megamoe.types import Routing
 from tests.support.compiling import assert_same, graph_breaks, skip_without_cpp_compiler, step
@@ -137,6 +138,33 @@ def test_inference(seed):
         with mode():
             assert torch.equal(call(x), moe(x))
     assert moe.router.tokens_per_expert.sum() == 0 and moe.router.aux_loss is None
+
+
+def test_the_routers_kernels_are_an_operator(seed, monkeypatch):
+    """Where a device has them: here the reference stands for them."""
+    routed = []
+
+    def on_cpu(tensors, top_k, config):
+        x, weight, bias, expert_bias, mask = tensors
+        scores = reference.expert_scores(reference.router_logits(x, weight, bias), config.score)
+        choice = scores + expert_bias
+        index = reference.select_experts(choice, top_k, config.num_groups, config.topk_groups, config.group_score)
+        weights = reference.routing_weights(scores, index, config.renormalize, config.scaling_factor)
+        routed.append(x.shape[0])
+        return index.masked_fill(~mask.unsqueeze(1), -1), weights.masked_fill(~mask.unsqueeze(1), 0)
+
+    monkeypatch.setattr(routing, "has_kernel", lambda *tensors: True)
+    monkeypatch.setattr(routing, "_route", on_cpu)
+    config = RouterConfig("sigmoid", False, 2.5, expert_bias=True, linear_bias=True, **GROUPS)
+    module = build(layer(12, 4, config)).router.eval()
+    call = compiled(module)
+    with torch.no_grad():
+        for tokens in (5, 1, 40):
+            x, mask = torch.randn(tokens, HIDDEN), torch.rand(tokens) < 0.7
+            mine, wanted = call(x, mask), module(x, mask)
+            assert torch.equal(mine.topk_index, wanted.topk_index)
+            assert torch.equal(mine.topk_weights, wanted.topk_weights)
+    assert routed == [5, 5, 1, 1, 40, 40]
 
 
 def test_token_mask_and_leading_dimensions(seed):
