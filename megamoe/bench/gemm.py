@@ -82,12 +82,12 @@ def measure(case: Case, peer: object | None, rounds: int) -> dict[str, float]:
     _checked("megamoe", problem, candidates["megamoe"], problem.outs[0])
     if case.family == "swiglu":
         candidates["fused"] = _checked_swiglu(problem)
-    if case.family == "wgrad fp8":
-        bf16 = WgradProblem(replace(case, family="wgrad fp32"), None)
+    if case.family.startswith("wgrad fp8"):
+        bf16 = WgradProblem(replace(case, family="wgrad fp32" if case.adds else "wgrad"), None)
         candidates["bf16"] = bf16.ours()
         _checked("bf16", bf16, candidates["bf16"], bf16.outs[0])
     # DeepGEMM adds weight gradients to fp32, torch stores them in BF16.
-    if peer is not None and case.family != "wgrad":
+    if peer is not None and case.family not in ("wgrad", "wgrad fp8 blocks"):
         candidates["deep_gemm"] = problem.deep_gemm()
         _checked("deep_gemm", problem, candidates["deep_gemm"], problem.outs[1])
     if case.family in ("bf16", "bf16 nn", "wgrad") and hasattr(torch.nn.functional, "grouped_mm"):

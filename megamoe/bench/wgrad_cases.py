@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megamoe.bench import gemm_cases
 from megamoe.kernels import gemm_k
 from megamoe.kernels.layout import align_up
-from megamoe.kernels.quant import dequantize, quantize_columnwise
+from megamoe.kernels.quant import dequantize, quantize_blockwise, quantize_columnwise
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.kernels.tiles import Tile, legal_k_tiles
 from megamoe.types import Fp8Tensor
@@ -26,7 +26,8 @@ class WgradCase:
     """A problem by its sizes: ``[M, N]`` per expert.
 
     Attributes:
-        family: "wgrad" (BF16 results), "wgrad fp32" or "wgrad fp8" (added to fp32).
+        family: "wgrad" (BF16 results), "wgrad fp32" or "wgrad fp8" (added to fp32), or "wgrad fp8 blocks" (B in 128x128
+            blocks, BF16 results).
         counts: rows of each expert.
     """
 
@@ -42,12 +43,17 @@ class WgradCase:
 
     @property
     def dtype(self) -> str:
+        """Of the operands."""
+        return "fp8" if self.family.startswith("wgrad fp8") else "bf16"
+
+    @property
+    def form(self) -> str:
         """Of the operands, as tiles name it."""
-        return "fp8" if self.family == "wgrad fp8" else "bf16"
+        return "fp8-blocks" if self.family == "wgrad fp8 blocks" else self.dtype
 
     @property
     def adds(self) -> bool:
-        return self.family != "wgrad"
+        return self.family in ("wgrad fp32", "wgrad fp8")
 
     @property
     def flops(self) -> float:
@@ -60,7 +66,7 @@ class WgradCase:
         return operands + len(self.counts) * self.m * self.n * (8.0 if self.adds else 2.0)
 
 
-GROUPS = ("wgrad", "wgrad-fp32", "wgrad-fp8")
+GROUPS = ("wgrad", "wgrad-fp32", "wgrad-fp8", "wgrad-fp8-blocks")
 
 SHAPES = ((4096, 7168), (7168, 2048))
 SKEWED = ((8, 16384, 4096, 7168), (8, 16384, 7168, 2048), (32, 32768, 2048, 4096))
@@ -90,7 +96,9 @@ class WgradProblem:
         self.ks = self._int32(self.aligned)
         size = 1 if case.dtype == "fp8" else 2
         self.sets = max(1, min(8, round(gemm_cases.CACHE_BYTES / (self.num_rows * (case.m + case.n) * size))))
-        self.operands = [(self._operand(case.m), self._operand(case.n)) for _ in range(self.sets)]
+        casts = quantize_columnwise, quantize_blockwise if case.form == "fp8-blocks" else quantize_columnwise
+        sizes = tuple(zip((case.m, case.n), casts, strict=True))
+        self.operands = [tuple(self._operand(*size) for size in sizes) for _ in range(self.sets)]
         dtype = torch.float32 if case.adds else torch.bfloat16
         shape = (len(case.counts), case.m, case.n)
         self.outs = [torch.empty(shape, dtype=dtype, device=gemm_cases.DEVICE) for _ in range(2 if peer else 1)]
@@ -99,18 +107,18 @@ class WgradProblem:
     def _int32(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=gemm_cases.DEVICE)
 
-    def _operand(self, columns: int) -> Any:
+    def _operand(self, columns: int, quantize: Callable[[torch.Tensor], Fp8Tensor]) -> Any:
         x = torch.zeros(self.num_rows, columns, dtype=torch.bfloat16, device=gemm_cases.DEVICE)
         for start, end in self.spans:
             x[start:end].normal_()
         if self.case.dtype == "bf16":
             return x
-        cast = quantize_columnwise(x)
+        cast = quantize(x)
         return Fp8Tensor(cast.codes.t().contiguous().t(), cast.scales, cast.block)
 
     def tiles(self) -> tuple[Tile, list[Tile]]:
         """The tile that is chosen, and every legal one."""
-        tiles = legal_k_tiles(self.case.dtype)
+        tiles = legal_k_tiles(self.case.form)
         return tiles[0], tiles
 
     def poison(self, out: torch.Tensor) -> None:
@@ -145,7 +153,7 @@ class WgradProblem:
         return [lambda a=a, b=b: function(a, b, self.rows, **options) for a, b in self.operands]
 
     def deep_gemm(self) -> list[Callable[[], object]]:
-        """DeepGEMM's kernel, which adds to fp32."""
+        """DeepGEMM's kernel, which adds to fp32 and has one scale per column and 128 rows on both sides."""
         out = self.outs[1]
         rest = (out, self.aligned, self.ks, out)
         if self.case.dtype == "bf16":

@@ -37,15 +37,16 @@ def _check_sizes(n: int, k: int, element_size: int) -> None:
         fail_value("K", k, f"must be a multiple of {16 // element_size}", "Pad both operands with zeros along K.")
 
 
-def check_fp8(argument: str, x: Any, dims: int, block: tuple[int, int]) -> None:
-    """``x`` is an e4m3 ``Fp8Tensor`` of ``dims`` dimensions in blocks ``block``, with the fp32 scales they need."""
+def check_fp8(argument: str, x: Any, dims: int, *blocks: tuple[int, int]) -> None:
+    """``x`` is an e4m3 ``Fp8Tensor`` of ``dims`` dimensions in one of ``blocks``, with the fp32 scales they need."""
     if not isinstance(x, Fp8Tensor):
         fail_type(argument, type(x).__name__, "must be an Fp8Tensor", "Cast it with megamoe.kernels.quant.")
     check_tensor(f"{argument}.codes", x.codes, (None,) * dims, (FP8_CODES,))
-    if x.block != block:
-        fail_value(f"{argument}.block", x.block, f"must be {block}", "Cast it with blocks of this size.")
+    if x.block not in blocks:
+        rule = " or ".join(map(str, blocks))
+        fail_value(f"{argument}.block", x.block, f"must be {rule}", "Cast it with blocks of this size.")
     *groups, rows, columns = x.codes.shape
-    shape = (*groups, -(-rows // block[0]), -(-columns // block[1]))
+    shape = (*groups, -(-rows // x.block[0]), -(-columns // x.block[1]))
     check_tensor(f"{argument}.scales", x.scales, shape, (torch.float32,), x.codes.device)
 
 
@@ -164,7 +165,7 @@ def check_k_bf16_operands(a: torch.Tensor, b: torch.Tensor, rows: RowGroups) -> 
 def check_k_fp8_operands(a: Fp8Tensor, b: Fp8Tensor, rows: RowGroups) -> None:
     """``a [P, M]`` and ``b [P, N]`` of an FP8 product summed over the rows, codes dense along either dimension."""
     check_fp8("a", a, 2, (ALIGN, 1))
-    check_fp8("b", b, 2, (ALIGN, 1))
+    check_fp8("b", b, 2, (ALIGN, 1), (ALIGN, ALIGN))
     num_rows = a.codes.shape[0]
     check_tensor("b.codes", b.codes, (num_rows, None), None, a.codes.device)
     check_tensor("rows.index", rows.index, (None,), (torch.int32,), a.codes.device)
@@ -178,7 +179,9 @@ def check_k_fp8_operands(a: Fp8Tensor, b: Fp8Tensor, rows: RowGroups) -> None:
             strides = tuple(x.codes.stride())
             fail_value(f"{argument}.codes.stride()", strides, "must be dense along rows or columns", "Copy them.")
         _check_aligned(f"{argument}.codes", x.codes)
-        _check_rows_16_bytes(f"{argument}.scales", x.scales)
+        check_contiguous(f"{argument}.scales", x.scales)
+        if x.block == (ALIGN, 1):
+            _check_aligned(f"{argument}.scales", x.scales)
 
 
 def check_out_dtype(out_dtype: torch.dtype) -> None:

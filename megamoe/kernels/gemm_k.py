@@ -69,8 +69,9 @@ def k_grouped_fp8_gemm_tn(
     """As ``k_grouped_bf16_gemm_tn``; each product over 128 rows is scaled by both sides and added in fp32.
 
     Args:
-        a, b: e4m3 ``[P, M]`` and ``[P, N]`` in 128x1 blocks, as ``quantize_columnwise`` makes them; P a multiple of 16,
-            M and N of 8. The kernel reads codes that are dense along the rows, ``codes.t()`` contiguous; others are
+        a, b: e4m3 ``[P, M]`` and ``[P, N]``; P a multiple of 16, M and N of 8. ``a`` in 128x1 blocks, as
+            ``quantize_columnwise`` makes them, ``b`` too or in 128x128 blocks, as ``quantize_blockwise`` does: coarser
+            and faster. The kernel reads codes that are dense along the rows, ``codes.t()`` contiguous; others are
             transposed first.
 
     Raises:

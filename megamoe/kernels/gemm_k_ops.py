@@ -11,7 +11,7 @@ from megamoe.errors import fail_value
 from megamoe.kernels import reference_gemm
 from megamoe.kernels.gemm_ops import get_num_sms, runs_kernels
 from megamoe.kernels.row_groups import RowGroups
-from megamoe.kernels.tiles import Tile, is_legal_k, legal_k_tiles
+from megamoe.kernels.tiles import Tile, is_legal_k, k_form, legal_k_tiles
 
 
 def _on_hopper(
@@ -26,10 +26,10 @@ def _on_hopper(
 ) -> Callable[[], None] | None:
     from megamoe.kernels.gluon import launch
 
-    dtype = "bf16" if a_scales is None else "fp8"
+    form = k_form(b.shape[1], None if b_scales is None else b_scales.shape[1])
     if tile is None:
-        tile = legal_k_tiles(dtype)[0]
-    elif not is_legal_k(tile, dtype, out.element_size()):
+        tile = legal_k_tiles(form)[0]
+    elif not is_legal_k(tile, form, out.element_size()):
         fail_value("tile", tile, "no K-grouped kernel runs it", "Take one of megamoe.kernels.tiles.legal_k_tiles.")
     copied = False
     if a_scales is not None:

@@ -201,7 +201,7 @@ def grouped_gemm_nn_fp8(a: Fp8Tensor, b: Fp8Tensor, layout: ExpertLayout) -> tor
 
 
 def grouped_gemm_k_fp8(a: Fp8Tensor, b: Fp8Tensor, layout: ExpertLayout) -> torch.Tensor:
-    """``grouped_gemm_k`` of ``a [P, M]`` and ``b [P, N]``, both in 128x1 blocks along the rows.
+    """``grouped_gemm_k`` of ``a [P, M]`` in 128x1 blocks along the rows and ``b [P, N]`` in 128x1 or 128x128 blocks.
 
     Every expert starts at a multiple of 128 rows, so no block spans two experts; padding rows must be zero.
     """

@@ -113,8 +113,9 @@ def k_gemm(
     if a_scales is None:
         result = reference.grouped_gemm_k(a, b, layout)
     else:
-        block = (ALIGN, 1)
-        result = reference.grouped_gemm_k_fp8(Fp8Tensor(a, a_scales, block), Fp8Tensor(b, b_scales, block), layout)
+        columns = 1 if b_scales.shape[1] == b.shape[1] else ALIGN
+        operands = Fp8Tensor(a, a_scales, (ALIGN, 1)), Fp8Tensor(b, b_scales, (ALIGN, columns))
+        result = reference.grouped_gemm_k_fp8(*operands, layout)
     if not add:
         out.copy_(result)
         return

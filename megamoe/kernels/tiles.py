@@ -229,34 +229,56 @@ def choose_tile(problem: Problem, dtype: str = "fp8") -> Tile:
 # ---------------------------------------------------------------- K-grouped
 
 
-def k_stage_bytes(dtype: str) -> int:
-    """Shared memory of a stage of the K-grouped kernels: 128 + 256 columns of operands, 128 bytes each, and scales."""
-    return 384 * 128 + (384 * 4 if dtype == "fp8" else 0)
+K_FORMS = ("bf16", "fp8", "fp8-blocks")
+"""Operands of the K-grouped kernels; "fp8-blocks": B has one scale per 128 x 128 codes, not per column and 128 rows."""
 
 
-def store_columns(stages: int, dtype: str, out_bytes: int) -> int:
-    """Columns of a K-grouped result that are stored at a time; 0 if the stages leave no room for the buffers, two of 64
-    rows for each consumer. At most half of what is stored at once, so that the two take turns.
+def k_form(columns: int, scale_columns: int | None) -> str:
+    """Which of ``K_FORMS`` a B of so many columns and columns of scales belongs to; None for BF16."""
+    if scale_columns is None:
+        return "bf16"
+    return "fp8" if scale_columns == columns else "fp8-blocks"
+
+
+def k_step_rows(stages: int, form: str) -> int:
+    """Rows that a stage of the K-grouped kernels holds: 128 bytes of each column, or half of that with many stages."""
+    return 128 if form != "bf16" else 64 if stages <= 4 else 32
+
+
+def k_stage_bytes(stages: int, form: str) -> int:
+    """Shared memory of a stage of the K-grouped kernels: 128 + 256 columns of operands, and scales per column."""
+    if form == "bf16":
+        return 384 * 2 * k_step_rows(stages, form)
+    return 384 * 128 + 4 * {"fp8": 384, "fp8-blocks": 128}[form]
+
+
+def store_columns(stages: int, form: str, out_bytes: int) -> int:
+    """Columns of a K-grouped result that are stored at a time; 0 if the stages leave no room for buffers of 64 rows.
+
+    FP8: two buffers for each consumer, at most half of what is stored at once, so that the two take turns. BF16: one
+    buffer with a tile's columns, else two, for the consumer that stores.
     """
-    room = SHARED_MEMORY - RESERVED - stages * k_stage_bytes(dtype)
-    columns = 64 if dtype == "fp8" else 128
-    while columns and 4 * 64 * columns * out_bytes > room:
+    room = SHARED_MEMORY - RESERVED - stages * k_stage_bytes(stages, form)
+    columns = 256 if form == "bf16" else 64
+    while columns and (4 if form != "bf16" else 1 if columns == 256 else 2) * 64 * columns * out_bytes > room:
         columns //= 2
     return columns if columns * out_bytes >= 64 else 0
 
 
-def legal_k_tiles(dtype: str) -> list[Tile]:
-    """Tiles of the K-grouped kernels, the preferred one first."""
-    if dtype == "bf16":
-        tiles = [Tile(128, 256, 4, skew=2), Tile(128, 256, 4), Tile(128, 256, 3, skew=1)]
+def legal_k_tiles(form: str) -> list[Tile]:
+    """Tiles of the K-grouped kernel for one of ``K_FORMS``, the preferred one first."""
+    if form == "bf16":
+        tiles = [Tile(128, 256, stages, 16, skew=skew) for stages, skew in ((8, 4), (4, 2), (4, 0), (3, 1))]
     else:
         # FP8 results are stored beside products: with a stage less they leave the registers at once.
         tiles = [Tile(128, 256, 3), Tile(128, 256, 4)]
-    return tiles + [replace(tiles[0], group_m=group_m) for group_m in (4, 16)]
+        # With scales of blocks the products are too fast for three stages.
+        tiles = tiles[::-1] if form == "fp8-blocks" else tiles
+    return tiles + [replace(tiles[0], group_m=group_m) for group_m in (4, 8, 16) if group_m != tiles[0].group_m]
 
 
-def is_legal_k(tile: Tile, dtype: str, out_bytes: int) -> bool:
+def is_legal_k(tile: Tile, form: str, out_bytes: int) -> bool:
     """Whether a K-grouped kernel can run the tile: one of ``legal_k_tiles``, or with fewer stages or another order."""
     shape = (tile.block_m, tile.block_n, tile.together, tile.k_blocks, tile.swap) == (128, 256, 1, 1, False)
-    order = tile.group_m >= 1 and 0 <= tile.skew < tile.stages and (dtype == "bf16" or not tile.skew)
-    return shape and order and tile.stages >= 2 and store_columns(tile.stages, dtype, out_bytes) > 0
+    order = tile.group_m >= 1 and 0 <= tile.skew < tile.stages and (form == "bf16" or not tile.skew)
+    return shape and order and tile.stages >= 2 and store_columns(tile.stages, form, out_bytes) > 0

@@ -11,7 +11,8 @@ from megamoe.bench.wgrad_cases import GROUPS, WgradCase, WgradProblem
 from megamoe.kernels import gemm_ops
 from megamoe.kernels.tiles import legal_k_tiles
 
-SMALL = {family: WgradCase(family, (3, 130), 64, 128) for family in ("wgrad", "wgrad fp32", "wgrad fp8")}
+FAMILIES = ("wgrad", "wgrad fp32", "wgrad fp8", "wgrad fp8 blocks")
+SMALL = {family: WgradCase(family, (3, 130), 64, 136) for family in FAMILIES}
 needs_grouped_mm = pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="needs torch's")
 
 
@@ -38,6 +39,7 @@ def test_flops_and_bytes():
     assert WgradCase("wgrad", *sizes).bytes == 5 * (64 + 128) * 2 + 3 * 64 * 128 * 2
     assert WgradCase("wgrad fp32", *sizes).bytes == 5 * (64 + 128) * 2 + 3 * 64 * 128 * 8
     assert WgradCase("wgrad fp8", *sizes).bytes == 5 * (64 + 128) + 3 * 64 * 128 * 8
+    assert WgradCase("wgrad fp8 blocks", *sizes).bytes == 5 * (64 + 128) + 3 * 64 * 128 * 2
 
 
 def test_roofline_and_row():
@@ -91,7 +93,7 @@ def test_wrong_results_are_seen_in_any_row(family, on_cpu):
 
 
 def test_sets_of_small_operands(on_cpu, monkeypatch):
-    monkeypatch.setattr(gemm_cases, "CACHE_BYTES", 4 * 384 * (64 + 128) * 2)
+    monkeypatch.setattr(gemm_cases, "CACHE_BYTES", 4 * 384 * (64 + 136) * 2)
     problem = WgradProblem(SMALL["wgrad"], None)
     assert problem.sets == len(problem.operands) == len(problem.ours()) == len(problem.grouped_mm()) == 4
     assert len({a.data_ptr() for a, _ in problem.operands}) == 4
@@ -105,6 +107,7 @@ def test_measure(family, on_cpu):
         "wgrad": {"megamoe", "grouped_mm"},
         "wgrad fp32": {"megamoe", "deep_gemm"},
         "wgrad fp8": {"megamoe", "bf16", "deep_gemm"},
+        "wgrad fp8 blocks": {"megamoe", "bf16"},
     }[family]
     times = gemm.measure(SMALL[family], compat, 4)
     assert times == dict.fromkeys(expected, 4.0)
@@ -125,4 +128,4 @@ def test_wrong_results_of_a_peer_stop_the_run(family, on_cpu):
 @pytest.mark.parametrize("family", SMALL)
 def test_sweep_times_every_legal_tile(family, on_cpu):
     times = gemm.sweep(SMALL[family], 1)
-    assert "chosen" in times and len(times) == len(legal_k_tiles(SMALL[family].dtype))
+    assert "chosen" in times and len(times) == len(legal_k_tiles(SMALL[family].form))

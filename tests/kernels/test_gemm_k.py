@@ -10,17 +10,20 @@ import torch
 from megamoe.kernels import gemm_k, quant, reference_gemm
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.kernels.tiles import (
+    K_FORMS,
     RESERVED,
     SHARED_MEMORY,
     Tile,
     is_legal_k,
+    k_form,
     k_stage_bytes,
+    k_step_rows,
     legal_k_tiles,
     store_columns,
 )
 from megamoe.types import Fp8Tensor
 from tests.support.errors import fails
-from tests.support.k_gemm_cases import KCase, KInstance, compute, standard_cases
+from tests.support.k_gemm_cases import KCase, KInstance, compute, operands_of, standard_cases
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 CASES = standard_cases()
@@ -42,8 +45,8 @@ def test_cases(name, seed):
     instance.check(out)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_random_cases(fp8, seed):
+@pytest.mark.parametrize("form", K_FORMS)
+def test_random_cases(form, seed):
     choose = random.Random(seed)
     for _ in range(6):
         counts = tuple(choose.choice((0, 1, choose.randint(1, 300), 64, 128)) for _ in range(choose.randint(1, 5)))
@@ -52,9 +55,10 @@ def test_random_cases(fp8, seed):
             8 * choose.randint(1, 20),
             8 * choose.randint(1, 20),
             128 * choose.randint(0, 1),
-            fp8,
+            form != "bf16",
             choose.random() < 0.5,
             choose.choice((FP32, BF16)),
+            form == "fp8-blocks",
         )
         instance = KInstance(case, seed)
         if instance.num_rows:
@@ -90,10 +94,11 @@ def test_accumulator_of_an_empty_expert_keeps_its_bits():
     assert torch.signbit(out[0]).all()
 
 
-def test_codes_in_either_order(seed):
-    """As ``quantize_columnwise`` makes them, and dense along the rows: the same bits."""
+@pytest.mark.parametrize("quantize_b", [quant.quantize_columnwise, quant.quantize_blockwise])
+def test_codes_in_either_order(quantize_b, seed):
+    """As the casts make them, and dense along the rows: the same bits."""
     x, y = torch.randn(256, 64), torch.randn(256, 96)
-    a, b = quant.quantize_columnwise(x), quant.quantize_columnwise(y)
+    a, b = quant.quantize_columnwise(x), quantize_b(y)
     turned = [Fp8Tensor(z.codes.t().contiguous().t(), z.scales, z.block) for z in (a, b)]
     rows = ends_of([100, 200])
     expected = gemm_k.k_grouped_fp8_gemm_tn(a, b, rows)
@@ -160,30 +165,41 @@ def test_wild_ends_are_cut_to_the_matrix(ends, spans, seed):
 # ---------------------------------------------------------------- tiles
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("form", K_FORMS)
 @pytest.mark.parametrize("out_bytes", [2, 4])
-def test_tiles(dtype, out_bytes):
-    tiles = legal_k_tiles(dtype)
+def test_tiles(form, out_bytes):
+    tiles = legal_k_tiles(form)
     assert len(set(tiles)) == len(tiles) >= 4
     for tile in tiles:
-        assert is_legal_k(tile, dtype, out_bytes)
-        columns = store_columns(tile.stages, dtype, out_bytes)
-        # The accumulator's halves down to these columns: powers of two, two stores at least.
-        assert columns & (columns - 1) == 0 and 64 <= columns * out_bytes and columns <= (64 if dtype == "fp8" else 128)
-        memory = tile.stages * k_stage_bytes(dtype) + 2 * 2 * 64 * columns * out_bytes
+        assert is_legal_k(tile, form, out_bytes)
+        columns = store_columns(tile.stages, form, out_bytes)
+        # What is stored at once or a part of it, of which two take turns.
+        assert columns & (columns - 1) == 0 and 64 <= columns * out_bytes and columns <= (256 if form == "bf16" else 64)
+        buffers = 4 if form != "bf16" else 1 if columns == 256 else 2
+        memory = tile.stages * k_stage_bytes(tile.stages, form) + buffers * 64 * columns * out_bytes
         assert memory <= SHARED_MEMORY - RESERVED
+        row_bytes = 384 * (2 if form == "bf16" else 1)
+        assert k_step_rows(tile.stages, form) * row_bytes <= k_stage_bytes(tile.stages, form)
     first = tiles[0]
     for other in (
         Tile(128, 192, first.stages),
-        Tile(128, 256, 5),
+        Tile(128, 256, 10),
         Tile(128, 256, 1),
         Tile(128, 256, 3, group_m=0),
         Tile(128, 256, 3, together=2),
         Tile(128, 256, 3, skew=3),
     ):
-        assert not is_legal_k(other, dtype, out_bytes), other
-    assert is_legal_k(Tile(128, 256, 2), dtype, out_bytes)
-    assert is_legal_k(Tile(128, 256, 3, skew=1), dtype, out_bytes) == (dtype == "bf16")
+        assert not is_legal_k(other, form, out_bytes), other
+    assert is_legal_k(Tile(128, 256, 2), form, out_bytes)
+    assert is_legal_k(Tile(128, 256, 3, skew=1), form, out_bytes) == (form == "bf16")
+    assert is_legal_k(Tile(128, 256, 6), form, out_bytes) == (form == "bf16")
+
+
+def test_forms():
+    assert k_form(256, None) == "bf16"
+    for columns in (8, 128, 136):
+        assert k_form(columns, columns) == "fp8"
+        assert k_form(columns, -(-columns // 128)) == "fp8-blocks"
 
 
 # ---------------------------------------------------------------- torch.compile
@@ -196,7 +212,8 @@ def flat(instance: KInstance):
     def call(out, ends, *given):
         a, b = given[:2]
         if case.fp8:
-            a, b = (Fp8Tensor(codes, scales, (128, 1)) for codes, scales in zip(given[:2], given[2:], strict=True))
+            blocks = instance.a.block, instance.b.block
+            a, b = (Fp8Tensor(*parts) for parts in zip(given[:2], given[2:], blocks, strict=True))
         return FUNCTIONS[case.fp8](a, b, RowGroups.psum(ends), out=out, c=out if case.add else None)
 
     a, b = instance.a, instance.b
@@ -205,9 +222,9 @@ def flat(instance: KInstance):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_compiled_as_one_graph_equals_eager(fp8, add, backend):
-    instance = KInstance(KCase((5, 0, 130), 64, 96, fp8=fp8, add=add), 3)
+@pytest.mark.parametrize("form", K_FORMS)
+def test_compiled_as_one_graph_equals_eager(form, add, backend):
+    instance = KInstance(KCase((5, 0, 130), 64, 136, add=add, **operands_of(form)), 3)
     call, tensors = flat(instance)
     outs = [instance.poisoned(), instance.poisoned()]
     torch._dynamo.reset()
@@ -305,8 +322,16 @@ def test_what_fp8_refuses():
     a = operand(True)
     with fails(TypeError, "a", "Tensor", "must be an Fp8Tensor"):
         call(True, a=operand(False))
-    with fails(ValueError, "b.block", (1, 128), "must be (128, 1)"):
+    with fails(ValueError, "b.block", (1, 128), "must be (128, 1) or (128, 128)"):
         call(True, b=quant.quantize_rowwise(torch.zeros(P, N)))
+    with fails(ValueError, "a.block", (128, 128), "must be (128, 1)"):
+        call(True, a=quant.quantize_blockwise(torch.zeros(P, M)))
+    in_blocks = quant.quantize_blockwise(torch.zeros(P, 136))
+    call(True, b=in_blocks)
+    with fails(ValueError, "b.scales.shape", [2, 1], "must be [2, 2]"):
+        call(True, b=Fp8Tensor(in_blocks.codes, in_blocks.scales[:, :1], in_blocks.block))
+    with fails(ValueError, "b.scales.stride()", (1, 2), "must be contiguous"):
+        call(True, b=Fp8Tensor(in_blocks.codes, in_blocks.scales.t().contiguous().t(), in_blocks.block))
     with fails(ValueError, "b.codes.shape", [P + 128, N], f"must be [{P}, any]"):
         call(True, b=operand(True, P + 128, N))
     with fails(ValueError, "a.codes.shape[0]", 136, "must be a multiple of 16"):

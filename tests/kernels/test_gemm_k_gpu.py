@@ -9,9 +9,9 @@ import torch
 
 from megamoe.kernels import gemm, gemm_k, quant
 from megamoe.kernels.row_groups import RowGroups
-from megamoe.kernels.tiles import Tile, legal_k_tiles
+from megamoe.kernels.tiles import K_FORMS, Tile, legal_k_tiles
 from megamoe.types import Fp8Tensor
-from tests.support.k_gemm_cases import KCase, KInstance, compute, standard_cases
+from tests.support.k_gemm_cases import KCase, KInstance, compute, operands_of, standard_cases
 from tests.support.metrics import assert_close
 
 pytestmark = [
@@ -23,7 +23,18 @@ pytestmark = [
 
 CASES = standard_cases()
 BF16, INT32 = torch.bfloat16, torch.int32
-FP8 = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+FORM = pytest.mark.parametrize("form", K_FORMS)
+
+
+def function_of(form: str):
+    return gemm_k.k_grouped_bf16_gemm_tn if form == "bf16" else gemm_k.k_grouped_fp8_gemm_tn
+
+
+def casts_of(form: str) -> tuple:
+    """What makes either operand from fp32."""
+    if form == "bf16":
+        return (torch.Tensor.bfloat16,) * 2
+    return quant.quantize_columnwise, quant.quantize_blockwise if form == "fp8-blocks" else quant.quantize_columnwise
 
 
 def run(case: KCase, seed: int = 0, tile: Tile | None = None) -> torch.Tensor:
@@ -38,31 +49,31 @@ def run(case: KCase, seed: int = 0, tile: Tile | None = None) -> torch.Tensor:
 # ---------------------------------------------------------------- one assumption about TMA at a time
 
 
-@FP8
-def test_whole_steps(fp8):
+@FORM
+def test_whole_steps(form):
     """Boxes inside of the matrix: operands' orders, steps, results' boxes."""
-    run(KCase((128,), 128, 256, fp8=fp8))
-    run(KCase((384, 128), 256, 512, fp8=fp8))
+    run(KCase((128,), 128, 256, **operands_of(form)))
+    run(KCase((384, 128), 256, 512, **operands_of(form)))
 
 
-@FP8
+@FORM
 @pytest.mark.parametrize("count", [112, 1, 127])
-def test_boxes_that_start_before_the_tensor(fp8, count):
+def test_boxes_that_start_before_the_tensor(form, count):
     """The rest of a step is zeros; in FP8 the loader clears some of it, but for 112 rows."""
-    run(KCase((count,), 128, 256, fp8=fp8))
+    run(KCase((count,), 128, 256, **operands_of(form)))
 
 
-@FP8
-def test_boxes_outside_of_the_tensor(fp8):
+@FORM
+def test_boxes_outside_of_the_tensor(form):
     """Their bytes are counted too: an expert without rows, columns past the operands'."""
-    run(KCase((0, 128), 128, 256, fp8=fp8))
-    run(KCase((128,), 64, 128, fp8=fp8))
+    run(KCase((0, 128), 128, 256, **operands_of(form)))
+    run(KCase((128,), 64, 128, **operands_of(form)))
 
 
-@FP8
+@FORM
 @pytest.mark.parametrize("out_dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-def test_additions(fp8, out_dtype):
-    run(KCase((128,), 128, 256, fp8=fp8, add=True, out_dtype=out_dtype))
+def test_additions(form, out_dtype):
+    run(KCase((128,), 128, 256, **operands_of(form), add=True, out_dtype=out_dtype))
 
 
 # ---------------------------------------------------------------- cases
@@ -77,37 +88,37 @@ def tile_name(x: Tile | str) -> str:
     return x if isinstance(x, str) else "x".join(str(int(field)) for field in dataclasses.astuple(x))
 
 
-TILES = [(dtype, tile) for dtype in ("bf16", "fp8") for tile in (*legal_k_tiles(dtype), Tile(128, 256, 2, group_m=1))]
+TILES = [(form, tile) for form in K_FORMS for tile in (*legal_k_tiles(form), Tile(128, 256, 2, group_m=1))]
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("add", [False, True], ids=["stored", "added"])
-@pytest.mark.parametrize(("dtype", "tile"), TILES, ids=tile_name)
-def test_every_tile(dtype, tile, add, out_dtype, seed):
+@pytest.mark.parametrize(("form", "tile"), TILES, ids=tile_name)
+def test_every_tile(form, tile, add, out_dtype, seed):
     counts = (1, 0, 320, 600, 2000, 64)
-    run(KCase(counts, 1152, 776, 128, fp8=dtype == "fp8", add=add, out_dtype=out_dtype), seed, tile)
+    run(KCase(counts, 1152, 776, 128, add=add, out_dtype=out_dtype, **operands_of(form)), seed, tile)
 
 
-@FP8
-def test_many_experts(fp8, seed):
+@FORM
+def test_many_experts(form, seed):
     counts = tuple(torch.randint(0, 300, (200,), generator=torch.Generator().manual_seed(seed)).tolist())
-    run(KCase(counts, 384, 264, fp8=fp8), seed)
-    run(KCase(counts, 136, 512, fp8=fp8, add=True, out_dtype=BF16), seed)
+    run(KCase(counts, 384, 264, **operands_of(form)), seed)
+    run(KCase(counts, 136, 512, **operands_of(form), add=True, out_dtype=BF16), seed)
 
 
-@FP8
+@FORM
 @pytest.mark.parametrize("columns", [768, 1408, 192])
-def test_columns_that_no_tile_divides(fp8, columns, seed):
-    run(KCase((128, 256, 0, 384), columns, columns, fp8=fp8), seed)
+def test_columns_that_no_tile_divides(form, columns, seed):
+    run(KCase((128, 256, 0, 384), columns, columns, **operands_of(form)), seed)
 
 
 # ---------------------------------------------------------------- the same bits
 
 
-@FP8
+@FORM
 @pytest.mark.parametrize("add", [False, True], ids=["stored", "added"])
-def test_same_bits_every_time(fp8, add):
-    case = KCase((300, 1000, 0, 33), 512, 776, fp8=fp8, add=add)
+def test_same_bits_every_time(form, add):
+    case = KCase((300, 1000, 0, 33), 512, 776, **operands_of(form), add=add)
     first = run(case, 3)
     for _ in range(3):
         assert torch.equal(first, run(case, 3))
@@ -118,8 +129,8 @@ def test_same_bits_every_time(fp8, add):
         gemm.set_num_sms(None)
 
 
-@FP8
-def test_an_expert_does_not_depend_on_the_rest(fp8, seed):
+@FORM
+def test_an_expert_does_not_depend_on_the_rest(form, seed):
     count, columns = 170, (256, 264)
     generator = torch.Generator("cuda").manual_seed(seed)
     x, y = (torch.randn(256, n, generator=generator, device="cuda") for n in columns)
@@ -132,20 +143,20 @@ def test_an_expert_does_not_depend_on_the_rest(fp8, seed):
         for own in (x, y):
             whole = torch.randn(-(-ends[-1] // 128) * 128, own.shape[1], generator=generator, device="cuda")
             whole[starts[1] : starts[1] + 256] = own
-            operands.append(quant.quantize_columnwise(whole) if fp8 else whole.to(BF16))
+            operands.append(whole)
+        operands = [cast(whole) for cast, whole in zip(casts_of(form), operands, strict=True)]
         rows = RowGroups.psum(torch.tensor(ends, dtype=INT32, device="cuda"))
-        function = gemm_k.k_grouped_fp8_gemm_tn if fp8 else gemm_k.k_grouped_bf16_gemm_tn
-        results.append(function(*operands, rows)[1])
+        results.append(function_of(form)(*operands, rows)[1])
     assert all(torch.equal(results[0], result) for result in results[1:])
 
 
 # ---------------------------------------------------------------- bounds
 
 
-@FP8
+@FORM
 @pytest.mark.parametrize("ends", [(2**31 - 1,) * 3, (300, 50, 420), (-(2**31), 1, -1)], ids=str)
-def test_wild_ends_write_nothing_outside(fp8, ends):
-    instance = KInstance(KCase((128, 128, 112), 256, 264, spare=-16, fp8=fp8), 7, "cuda")
+def test_wild_ends_write_nothing_outside(form, ends):
+    instance = KInstance(KCase((128, 128, 112), 256, 264, spare=-16, **operands_of(form)), 7, "cuda")
     rows = RowGroups.psum(torch.tensor(ends, dtype=INT32, device="cuda"))
     size = instance.old.numel()
     memory = torch.full((3 * size,), float("nan"), device="cuda")
@@ -155,9 +166,9 @@ def test_wild_ends_write_nothing_outside(fp8, ends):
     assert memory[:size].isnan().all() and memory[2 * size :].isnan().all()
     on_cpu = KInstance(instance.case, 7)
     for mine, theirs in ((on_cpu.a, instance.a), (on_cpu.b, instance.b)):
-        for field in ("codes", "scales") if fp8 else ():
+        for field in () if form == "bf16" else ("codes", "scales"):
             getattr(mine, field).copy_(getattr(theirs, field))
-        if not fp8:
+        if form == "bf16":
             mine.copy_(theirs)
     expected = torch.empty_like(out, device="cpu")
     compute(on_cpu, expected, rows=RowGroups.psum(torch.tensor(ends, dtype=INT32)))
@@ -189,9 +200,9 @@ def test_offsets_past_two_to_the_31():
 # ---------------------------------------------------------------- calls
 
 
-@FP8
-def test_in_a_graph(fp8):
-    case = KCase((100, 0, 200), 256, 264, fp8=fp8)
+@FORM
+def test_in_a_graph(form):
+    case = KCase((100, 0, 200), 256, 264, **operands_of(form))
     instance = KInstance(case, 8, "cuda")
     out = instance.poisoned()
     compute(instance, out)
@@ -206,20 +217,20 @@ def test_in_a_graph(fp8):
     instance.rows.index.copy_(torch.tensor([40, 128, 257], dtype=INT32))
     graph.replay()
     torch.cuda.synchronize()
-    a, b = ((quant.dequantize(x) if fp8 else x).double() for x in (instance.a, instance.b))
+    a, b = ((x if form == "bf16" else quant.dequantize(x)).double() for x in (instance.a, instance.b))
     for expert, (start, end) in enumerate([(0, 40), (128, 128), (128, 257)]):
         assert_close(out[expert], a[start:end].t() @ b[start:end], 3e-4, f"expert {expert}")
 
 
-@FP8
-def test_known_calls_are_launched_again(fp8):
+@FORM
+def test_known_calls_are_launched_again(form):
     """The short way of a repeated call, overwriting and accumulating, with new data in the same tensors."""
-    instance = KInstance(KCase((128, 256), 256, 264, fp8=fp8, add=True), 11, "cuda")
+    instance = KInstance(KCase((128, 256), 256, 264, **operands_of(form), add=True), 11, "cuda")
     out = instance.poisoned()
     for repeat in range(1, 4):
         compute(instance, out)
         assert_close(out, instance.old + repeat * instance.sums, 3e-4)
-    function = gemm_k.k_grouped_fp8_gemm_tn if fp8 else gemm_k.k_grouped_bf16_gemm_tn
+    function = function_of(form)
     for _ in range(3):
         out.fill_(float("nan"))
         function(instance.a, instance.b, instance.rows, out=out)
@@ -229,26 +240,27 @@ def test_known_calls_are_launched_again(fp8):
     assert torch.equal(out, torch.zeros_like(out))
 
 
-def test_codes_in_either_order(seed):
+@pytest.mark.parametrize("form", ["fp8", "fp8-blocks"])
+def test_codes_in_either_order(form, seed):
     x, y = torch.randn(256, 128, device="cuda"), torch.randn(256, 264, device="cuda")
-    a, b = quant.quantize_columnwise(x), quant.quantize_columnwise(y)
+    a, b = (cast(z) for cast, z in zip(casts_of(form), (x, y), strict=True))
     turned = [Fp8Tensor(z.codes.t().contiguous().t(), z.scales, z.block) for z in (a, b)]
     rows = RowGroups.psum(torch.tensor([100, 200], dtype=INT32, device="cuda"))
     expected = gemm_k.k_grouped_fp8_gemm_tn(*turned, rows)
     assert torch.equal(gemm_k.k_grouped_fp8_gemm_tn(a, b, rows), expected)
 
 
-@FP8
-def test_compiles_with_torch_compile(fp8):
-    instance = KInstance(KCase((100, 0, 200), 256, 264, fp8=fp8), 9, "cuda")
+@FORM
+def test_compiles_with_torch_compile(form):
+    instance = KInstance(KCase((100, 0, 200), 256, 264, **operands_of(form)), 9, "cuda")
+    a, b = instance.a, instance.b
 
     @torch.compile(fullgraph=True)
-    def function(a, b, a_scales, b_scales, ends):
-        if fp8:
-            a, b = Fp8Tensor(a, a_scales, (128, 1)), Fp8Tensor(b, b_scales, (128, 1))
-            return gemm_k.k_grouped_fp8_gemm_tn(a, b, RowGroups.psum(ends)) + 1
-        return gemm_k.k_grouped_bf16_gemm_tn(a, b, RowGroups.psum(ends)) + 1
+    def function(ends, *given):
+        if form == "bf16":
+            return gemm_k.k_grouped_bf16_gemm_tn(*given, RowGroups.psum(ends)) + 1
+        operands = Fp8Tensor(*given[:2], a.block), Fp8Tensor(*given[2:], b.block)
+        return gemm_k.k_grouped_fp8_gemm_tn(*operands, RowGroups.psum(ends)) + 1
 
-    a, b = instance.a, instance.b
-    tensors = (a.codes, b.codes, a.scales, b.scales) if fp8 else (a, b, None, None)
-    instance.check(function(*tensors, instance.rows.index) - 1)
+    tensors = (a, b) if form == "bf16" else (a.codes, a.scales, b.codes, b.scales)
+    instance.check(function(instance.rows.index, *tensors) - 1)

@@ -23,18 +23,26 @@ SKEWED = Tile(128, 256, 3, 2, skew=1)
 
 BF16 = Run(KCase(RAGGED, 128, 264), SKEWED, sms=2)
 BF16_ADD = Run(KCase(RAGGED, 128, 128, add=True), SKEWED, sms=2)
+BF16_FOUR = Run(KCase((1, 1), 72, 256), Tile(128, 256, 4, skew=1), sms=1)
 BF16_LONG = Run(KCase((450,), 72, 16), SKEWED, sms=1)
+BF16_ONE = Run(KCase((1,), 72, 16), SKEWED, sms=1)
 BF16_SHORT = Run(KCase((1, 1), 72, 16), SKEWED, sms=1)
 FP8 = Run(KCase(RAGGED, 128, 264, fp8=True), THREE, sms=2)
 FP8_ADD = Run(KCase(RAGGED, 128, 136, fp8=True, add=True), THREE, sms=2)
 FP8_LONG = Run(KCase((900,), 72, 16, fp8=True), THREE, sms=1)
 FP8_ONE = Run(KCase((1,), 8, 136, fp8=True), THREE, sms=1)
+SHARED = Run(KCase((260,), 128, 520), SKEWED, sms=2)
+FEW_ROWS = Run(KCase((70,), 64, 16), SKEWED, sms=1)
+MORE_ROWS = Run(KCase((70,), 88, 16), SKEWED, sms=1)
 BANDS = Run(KCase((1,), 384, 512), SKEWED, sms=1)
 MANY = Run(KCase((70,) + (0,) * 128 + (5, 0, 3), 8, 16, add=True), SKEWED, sms=2)
 SAME = Run(KCase((1, 0, 1), 8, 16), SKEWED, sms=1)
 BF16_STOP = Run(KCase((1,) * 4, 8, 16), SKEWED, sms=1)
 FP8_STOP = Run(KCase((1,) * 4, 8, 16, fp8=True), THREE, sms=1)
 FP8_SPARE = Run(KCase((130, 0), 8, 16, spare=128, fp8=True), THREE, sms=1)
+BLOCKS = Run(KCase(RAGGED, 128, 264, fp8=True, blocks=True), THREE, sms=2)
+BLOCKS_LONG = Run(KCase((900,), 72, 136, fp8=True, blocks=True), THREE, sms=1)
+BLOCKS_SPARE = Run(KCase((130, 0), 8, 16, spare=128, fp8=True, blocks=True), THREE, sms=1)
 
 FULL = KCase((128, 128, 112), 8, 16, spare=-16)
 BACK = Run(FULL, SKEWED, ends=(300, 50, 420))
@@ -49,31 +57,49 @@ EMPTY_WAIT = "mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)"
 FULL_WAIT = "mbarrier.wait(full.index(s), (it // STAGES) & 1)"
 STORE_NOTE = "notes.index(s).store(note)"
 STOP_NOTE = "notes.index(s).store(pieces.tile_note(it * 0, 0, 0, 0))"
-STOP = f"{STOP_NOTE}\n    mbarrier.arrive(full.index(s), count=1)"
+STOP = f"{STOP_NOTE}\n    mbarrier.arrive(full.index(s), count="
+FULL_COUNT = "mbarrier.init(full.index(stage), count="
 STOP_WAIT = f"    {EMPTY_WAIT}\n    {STOP_NOTE}"
-FREE_BEFORE = "mbarrier.arrive(empty.index(gl.maximum(it - 1, 0) % STAGES), count=1, pred=step > 0)"
 PRODUCT = "sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))"
 FREE_LAST = "mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)"
-LEAD = "mbarrier.arrive(lead, count=1, pred=it == lead_step)"
-NEXT_WAVE = "f1 += scaled(p, a, sfb_bufs, s, 1)"
+FREE_PAUSING = "mbarrier.arrive(empty.index(it % STAGES), count=1)"
+FULL_WAIT_BF16 = "mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)"
+TAKE_TURN = "mbarrier.wait(turns.index(C), (tiles & 1) ^ (1 - C))"
+GIVE_TURN = "give_turn(turns, tiles, C)\n"
+NEXT_WAVE = "f1 += scaled(p, scales1, sfb_bufs, s, 1, BLOCKS)"
 FREE_FP8 = "mbarrier.arrive(empty.index(s), count=1)"
-STORE_BEFORE = "k_pieces.store_sums(d_desc, d_bufs, last_expert, last_row, last_col, f1, C, ADD, 0)"
+ROW_SCALES = "row_scales(sfa_bufs, sfb_bufs, s, C, LR, BLOCKS)"
+NO_TILE = "last_expert = 2**30 if BLOCKS else -1"
+STORE_BEFORE = "k_pieces.store_sums(d_desc, d_bufs, last_expert, last_row, last_col, f1, 2 * C, 2, ADD, 0)"
+SHIFT_BF16 = "gl.minimum(rows - step * ROWS, ROWS) - ROWS"
 SHIFT_FP8 = "(gl.minimum(rows, 128) + 15) // 16 * 16 - 128"
 CLEAR_WAIT = "mbarrier.wait(bar, cleared & 1)"
 OWN_END = "gl.load(index + expert, mask=expert < num_experts, other=0)"
+NO_BLOCK = "gl.where(steps > 0, start // 128, num_blocks)"
+BLOCK_MASK = "(sfb_col < sfb_cols) & (block < num_blocks)"
+STORE_SCALES = "sfb_bufs.index(s).store(scales)"
 NEXT_NOTE = "row, n_block, steps, expert = pieces.read_note(notes.index(s), LR)"
 FIRST_TURN = "    if C == 1:\n        pieces.pass_turn(C)\n"
 
 
 def ring(
-    run: Run, stop: Run, bytes_expected: str, fewer_bytes: str, loaded: str, both_rows: str, before_end: str
+    run: Run,
+    stop: Run,
+    bytes_expected: str,
+    fewer_bytes: str,
+    loaded: str,
+    both_rows: str,
+    last_wait: str,
+    arrivals: str,
+    full_waits: int,
 ) -> list[Bug]:
     """The loader and the ring of stages, much the same in both kernels.
 
     Args:
         stop: its last stage holds the first step of a tile.
-        loaded, before_end: what stands after the loads, and before the end of a consumer.
+        loaded: what stands after the loads. last_wait: for results, with ``tma.store_wait(0)``.
         both_rows: the row of a tile's half.
+        arrivals: at a full stage. full_waits: how often a consumer waits for one.
     """
     return [
         Bug("loader: empty wait removed", run, f"            {EMPTY_WAIT}", "            pass"),
@@ -93,78 +119,111 @@ def ring(
         ),
         Bug("loader: too few bytes expected", run, bytes_expected, fewer_bytes),
         Bug("loader: stop note missing", run, STOP_NOTE, "pass"),
-        Bug("loader: nobody told of the end", run, STOP, STOP_NOTE),
+        Bug("loader: nobody told of the end", run, f"{STOP}{arrivals})", STOP_NOTE),
         Bug("loader: stop note stored into a stage in use", stop, STOP_WAIT, f"    {STOP_NOTE}"),
         Bug("loader: experts without rows left out", run, "= 1 if ADD else 0", "= 1"),
         Bug("loader: walks on twice", run, "if step == 0:", "if step < 2:"),
-        Bug(
-            "full: another count",
-            run,
-            "mbarrier.init(full.index(stage), count=1)",
-            "mbarrier.init(full.index(stage), count=2)",
-        ),
+        Bug("full: another count", run, f"{FULL_COUNT}{arrivals})", f"{FULL_COUNT}3)"),
         Bug(
             "empty: count 1 instead of 2",
             run,
             "mbarrier.init(empty.index(stage), count=2)",
             "mbarrier.init(empty.index(stage), count=1)",
         ),
-        Bug("consumer: wrong full parity", run, FULL_WAIT, FULL_WAIT.replace("& 1", "& 1 ^ 1"), occurrences=2),
-        Bug("consumer: full wait removed", run, FULL_WAIT, "pass", occurrences=2),
+        Bug("consumer: wrong full parity", run, FULL_WAIT, FULL_WAIT.replace("& 1", "& 1 ^ 1"), full_waits),
+        Bug("consumer: full wait removed", run, FULL_WAIT, "pass", full_waits),
         Bug("consumer: both halves of a tile stored in one place", run, both_rows, "row"),
-        Bug("consumer: last store_wait removed", run, f"{before_end}    tma.store_wait(0)\n", before_end),
+        Bug("consumer: last store_wait removed", run, last_wait, last_wait.replace("tma.store_wait(0)", "pass")),
     ]
 
 
 BF16_BUGS = [
-    *ring(BF16, BF16_STOP, "384 * 128)", "256 * 128)", "it += 1\n            if", "row + C * 64", f"{NEXT_NOTE}\n"),
-    Bug("loader: rows past the end loaded", BF16, "gl.minimum(rows - step * 64, 64) - 64", "step * 0"),
-    Bug(
-        "loader: a row too many",
+    *ring(
         BF16,
-        "gl.minimum(rows - step * 64, 64) - 64",
-        "gl.minimum(rows - step * 64 + 1, 64) - 64",
+        BF16_STOP,
+        "384 * 2 * ROWS)",
+        "256 * 2 * ROWS)",
+        "it += 1\n            if",
+        "row // 128 * 128 + C * 64",
+        "cta_barrier()\n    tma.store_wait(0)",
+        "1",
+        1,
     ),
+    Bug("loader: rows past the end loaded", BF16, SHIFT_BF16, "step * 0"),
+    Bug("loader: a row too many", BF16, SHIFT_BF16, SHIFT_BF16.replace("* ROWS,", "* ROWS + 1,")),
     Bug("loader: only A's rows shifted", BF16, "[row, shift, b_col]", "[row, 0, b_col]"),
     Bug("loader: the second half of A is the first", BF16, "a_col + 64 * c]", "a_col]"),
     Bug("consumer: both take the first half of A", BF16, "2 * s + C).reshape", "2 * s).reshape"),
     Bug(
         "consumer: keeps the sums of the tile before",
         BF16,
-        "use_acc=step > 0",
-        "use_acc=it > 0",
+        "warpgroup_mma_init(zero), False)",
+        "warpgroup_mma_init(kept), True)",
         also=(
-            ("        sums = warpgroup_mma_init(zero)\n", ""),
-            ("    while steps > 0:\n", "    sums = warpgroup_mma_init(zero)\n    while steps > 0:\n"),
+            ("    tiles = 0\n", "    tiles = 0\n    kept = zero\n"),
             (
                 "total = warpgroup_mma_wait(0, deps=[sums])\n",
-                "total = warpgroup_mma_wait(0, deps=[sums]); sums = warpgroup_mma_init(total)\n",
+                "total = warpgroup_mma_wait(0, deps=[sums]); kept = total\n",
             ),
         ),
     ),
-    Bug("consumer: frees the stage in use", BF16_LONG, FREE_BEFORE, FREE_BEFORE.replace("gl.maximum(it - 1, 0)", "it")),
+    Bug("consumer: only the last step's sums", BF16_LONG, "C, sums, True)", "C, sums, False)"),
+    Bug("consumer: full wait of a step removed", BF16_LONG, f"{FULL_WAIT_BF16}\n                sums", "sums"),
+    Bug(
+        "consumer: frees the stage in use",
+        BF16_LONG,
+        f"            {FREE_LAST}\n                it",
+        f"            {FREE_PAUSING}\n                it",
+    ),
     Bug(
         "consumer: frees a stage before its product is done",
         BF16_LONG,
-        f"{PRODUCT}\n            {FREE_BEFORE}",
-        f"{FREE_BEFORE}; {PRODUCT}",
+        f"{PRODUCT}\n                {FREE_LAST}",
+        f"{FREE_LAST}; {PRODUCT}",
     ),
     Bug("consumer: last product used before it is done", BF16, "wait(0, deps=[sums])", "wait(1, deps=[sums])"),
-    Bug("consumer: a tile's last stage is not freed", BF16, FREE_LAST, "pass"),
-    Bug("lead: never arrives", BF16, LEAD, "pass"),
-    Bug("lead: wrong parity", BF16, "mbarrier.wait(lead, 0)", "mbarrier.wait(lead, 1)"),
-    Bug("lead: waits for a step that a short expert lacks", BF16_SHORT, "gl.minimum(steps - 1, SKEW)", "SKEW + 5"),
+    Bug("consumer: a tile's last stage is not freed", BF16, f"{FREE_LAST}\n            # Consumer", "# Consumer"),
+    Bug("lead: waits for a step that a short expert lacks", BF16_ONE, "gl.minimum(steps - 1, SKEW)", "SKEW + 1"),
+    Bug("lead: wrong parity", BF16, "SKEW)), 0)", "SKEW)), 1)"),
+    Bug("turn: nobody waits", BF16_SHORT, TAKE_TURN, "pass", 2),
+    Bug("turn: not given at the end", BF16_SHORT, f"LR)\n    {GIVE_TURN}", "LR)\n    tma.store_wait(0)\n"),
+    Bug("turn: given before there was a tile", BF16_STOP, "pred=tiles > 0", "pred=tiles >= 0"),
+    Bug(
+        "turn: not given by who pauses",
+        SHARED,
+        f"            {GIVE_TURN}            for _ in range(steps)",
+        "            for _ in range(steps)",
+    ),
+    Bug("turn: not taken by who pauses", SHARED, f"            {TAKE_TURN}\n        else", "        else"),
+    Bug("pause: stages not freed", SHARED, FREE_PAUSING, "pass"),
+    Bug(
+        "pause: stages freed before they are full",
+        SHARED,
+        f"{FULL_WAIT_BF16}\n                {FREE_PAUSING}",
+        FREE_PAUSING,
+    ),
+    Bug("pause: the other consumer", FEW_ROWS, "(row >> C) & 1", "(row >> (1 - C)) & 1"),
+    Bug("pause: nobody", SHARED, "(row >> C) & 1", "row < 0"),
+    Bug("pause: consumer 1 with half of its rows in the matrix", MORE_ROWS, "a_col + 64 < m", "a_col + 100 < m"),
+    Bug(
+        "pause: the half of the tile before",
+        SHARED,
+        "pausing |= gl.where(a_col + 64 < m, 0, 2)",
+        "pausing = gl.where(it > 0, pausing | 2, 0)",
+    ),
 ]
 
 FP8_BUGS = [
     *ring(
         FP8,
         FP8_STOP,
-        "384 * 128 + 384 * 4)",
+        "384 * 128 + (128 if BLOCKS else 384) * 4)",
         "384 * 128)",
         "it += 1\n            block",
         "row += C * 64",
-        "f1, C, ADD, 0)\n",
+        f"{STORE_BEFORE}\n    tma.store_wait(0)",
+        "2 if BLOCKS else 1",
+        3,
     ),
     Bug("loader: rows past the end loaded", FP8, SHIFT_FP8, "step * 0"),
     Bug("loader: sixteen rows too many", FP8, SHIFT_FP8, SHIFT_FP8.replace("+ 15", "+ 16")),
@@ -178,8 +237,8 @@ FP8_BUGS = [
     Bug(
         "loader: an expert without rows with scales of no expert",
         FP8_SPARE,
-        "gl.where(steps > 0, start // 128, (num_rows + 127) // 128)",
-        "start // 128 + 0 * num_rows",
+        NO_BLOCK,
+        "start // 128",
     ),
     Bug("clear: nothing", FP8, "last.store(last.load(L) & mask[None, :])", "pass"),
     Bug("clear: a row too few", FP8, "kept - 4 *", "kept + 1 - 4 *"),
@@ -206,7 +265,6 @@ FP8_BUGS = [
         FP8,
         "reshape([128]).slice(C * 64",
         "reshape([128]).slice(64 - C * 64",
-        occurrences=2,
     ),
     Bug("turn: nobody starts", FP8, FIRST_TURN, ""),
     Bug("turn: both start", FP8, FIRST_TURN, "    pieces.pass_turn(C)\n"),
@@ -214,36 +272,35 @@ FP8_BUGS = [
     Bug(
         "consumer: frees a stage before the scales are read",
         FP8_LONG,
-        f"            {NEXT_WAVE}",
-        f"            {FREE_FP8}; {NEXT_WAVE}",
-        also=((f"            {FREE_FP8}\n            it", "            it"),),
+        f"                {NEXT_WAVE}\n                # Only now",
+        f"                {FREE_FP8}; {NEXT_WAVE}\n                # Only now",
+        also=((f"                {FREE_FP8}\n                it", "                it"),),
     ),
     Bug(
         "consumer: frees a tile's last stage before the scales are read",
         FP8,
-        f"deps=[running])\n        {NEXT_WAVE}",
-        f"deps=[running]); {FREE_FP8}; {NEXT_WAVE}",
-        also=((f"        {FREE_FP8}\n        last_expert", "        last_expert"),),
+        f"        {NEXT_WAVE}\n        if not BLOCKS:\n            {FREE_FP8}\n",
+        f"        {FREE_FP8}; {NEXT_WAVE}\n",
     ),
     Bug(
         "consumer: a tile's last stage is not freed",
         FP8,
-        f"        {FREE_FP8}\n        last_expert",
-        "        last_expert",
+        f"        if not BLOCKS:\n            {FREE_FP8}\n",
+        "",
     ),
     Bug(
         "consumer: last wave used before it is done",
         FP8,
-        f"wait(0, deps=[running])\n        {NEXT_WAVE}",
-        f"wait(1, deps=[running])\n        {NEXT_WAVE}",
+        "wait(0, deps=[running])\n        if BLOCKS:",
+        "wait(1, deps=[running])\n        if BLOCKS:",
     ),
     Bug(
         "consumer: scales of the step before",
         FP8_LONG,
-        "a = sfa_bufs.index(s).reshape([128]).slice(C * 64, 64, 0).load(LR)\n            pieces",
+        f"scales0, scales1 = {ROW_SCALES}\n            pieces",
         "pieces",
     ),
-    Bug("consumer: the first tile stores one before it", FP8, "last_expert = -1", "last_expert = 0"),
+    Bug("consumer: the first tile stores one before it", FP8, NO_TILE, "last_expert = 0"),
     Bug(
         "consumer: the last tile's right half is not stored",
         FP8,
@@ -254,7 +311,73 @@ FP8_BUGS = [
     Bug("consumer: right half to the next tile's expert", FP8, "last_expert = expert", "last_expert = expert + 1"),
 ]
 
+BLOCKS_BUGS = [
+    Bug("loader: scales of the matrix's first block", BLOCKS_LONG, "block.to(gl.int64) * sfb_cols", "block * 0"),
+    Bug("loader: scales of the first columns", BLOCKS, "n_block * 2 + pieces.lanes(2)", "pieces.lanes(2)"),
+    Bug("loader: one scale for both halves", BLOCKS, "+ pieces.lanes(2)", "+ pieces.lanes(2) * 0"),
+    Bug("loader: scales of columns that B lacks", BLOCKS, BLOCK_MASK, "block < num_blocks"),
+    Bug("loader: scales of rows that B lacks", BLOCKS_SPARE, BLOCK_MASK, "sfb_col < sfb_cols"),
+    Bug("loader: an expert without rows with scales of no expert", BLOCKS_SPARE, NO_BLOCK, "start // 128"),
+    Bug("consumer: stores to an expert before the first", BLOCKS, NO_TILE, "last_expert = -1"),
+    Bug("loader: scales not stored", BLOCKS, STORE_SCALES, "pass"),
+    Bug(
+        "loader: scales stored before the empty wait",
+        BLOCKS_LONG,
+        f"            {EMPTY_WAIT}",
+        f"            {STORE_SCALES}; {EMPTY_WAIT}",
+        also=((f"                {STORE_SCALES}\n", ""),),
+    ),
+    Bug(
+        "loader: scales stored after the arrival",
+        BLOCKS,
+        f"{STORE_SCALES}\n                mbarrier.arrive(full.index(s), count=1)",
+        f"mbarrier.arrive(full.index(s), count=1); {STORE_SCALES}",
+    ),
+    Bug(
+        "loader: nobody told of the scales",
+        BLOCKS,
+        f"{STORE_SCALES}\n                mbarrier.arrive(full.index(s), count=1)",
+        STORE_SCALES,
+    ),
+    Bug("loader: scales of B expected by TMA", BLOCKS, "(128 if BLOCKS else 384)", "384"),
+    Bug("loader: arrives at the end once", BLOCKS, f"{STOP}2 if BLOCKS else 1)", f"{STOP}1)"),
+    Bug("full: does not wait for the scales", BLOCKS, f"{FULL_COUNT}2 if BLOCKS else 1)", f"{FULL_COUNT}1)"),
+    Bug("row scales: the other half's", BLOCKS, "(s).slice(0, 1, 0)", "(s).slice(1, 1, 0)"),
+    Bug("row scales: the first half's for both", BLOCKS, "return a * b0, a * b1", "return a * b0, a * b0"),
+    Bug("consumer: wrong full parity", BLOCKS, FULL_WAIT, FULL_WAIT.replace("& 1", "& 1 ^ 1"), 3),
+    Bug("consumer: full wait removed", BLOCKS, FULL_WAIT, "pass", 3),
+    Bug("consumer: frees the stage in use", BLOCKS_LONG, "empty.index((it - 1) % STAGES)", "empty.index(s)"),
+    Bug(
+        "consumer: frees a stage before its wave is done",
+        BLOCKS_LONG,
+        f"p = warpgroup_mma_wait(0, deps=[running])\n                {FREE_LAST}",
+        f"{FREE_LAST}; p = warpgroup_mma_wait(0, deps=[running])",
+    ),
+    Bug(
+        "consumer: frees a tile's last stage before its wave is done",
+        BLOCKS,
+        f"p = warpgroup_mma_wait(0, deps=[running])\n        if BLOCKS:\n            {FREE_FP8}\n",
+        f"{FREE_FP8}; p = warpgroup_mma_wait(0, deps=[running])\n",
+    ),
+    Bug("consumer: a stage is not freed", BLOCKS_LONG, FREE_LAST, "pass"),
+    Bug(
+        "consumer: a tile's last stage is not freed",
+        BLOCKS,
+        f"        if BLOCKS:\n            {FREE_FP8}\n",
+        "",
+    ),
+    Bug(
+        "consumer: the second wave with the next step's scales",
+        BLOCKS_LONG,
+        f"scales0, next1 = {ROW_SCALES}",
+        f"scales0, next1 = {ROW_SCALES}; scales1 = next1",
+    ),
+    Bug("consumer: the second wave with the first step's scales", BLOCKS_LONG, "scales1 = next1", "pass"),
+]
+
 SCHEDULE_BUGS = [
+    Bug("shared tiles: the same half twice", SHARED, "2 - past % 2", "2 - past * 0"),
+    Bug("shared tiles: one tile to four programs", SHARED, "first + past // 2", "first + past // 4"),
     Bug("rows: start not aligned", BF16, "- 1) // schedule.GROUP_ALIGN * schedule.GROUP_ALIGN", "- 128)"),
     Bug("rows: end past the matrix", BACK, f"end = gl.minimum({OWN_END}, num_rows)", f"end = {OWN_END}"),
     Bug(
@@ -277,6 +400,7 @@ SCHEDULE_BUGS = [
         MANY,
         "range(0, num_experts, EXPERTS_AT_ONCE)",
         "range(0, 1, EXPERTS_AT_ONCE)",
+        occurrences=2,
     ),
     Bug("seek: off by one", BF16, "tile >= tiles", "tile > tiles"),
     Bug("seek: tiles counted from the first expert's", BF16, "tile -= tiles", "tile -= 1"),
@@ -286,11 +410,12 @@ SCHEDULE_BUGS = [
 
 PIECES_BUGS = [
     Bug("store: fence removed", BF16, "fence_async_shared()\n        if ADD", "pass\n        if ADD"),
-    Bug("store: store_wait removed", BF16, "tma.store_wait(1)", "pass"),
-    Bug("store: waits for the store before the last too late", BF16, "tma.store_wait(1)", "tma.store_wait(2)"),
-    Bug("store: one buffer", BF16, "2 * C + PIECE % 2", "2 * C"),
-    Bug("store: the other consumer's buffer", BF16, "2 * C + PIECE % 2", "PIECE % 2"),
-    Bug("store: right half over the left one", BF16, "col + WIDTH // 2", "col"),
+    Bug("store: store_wait removed", FP8, "tma.store_wait(COUNT - 1)", "pass"),
+    Bug("store: store_wait removed, for the consumer that stores", BF16_FOUR, "tma.store_wait(COUNT - 1)", "pass"),
+    Bug("store: waits for the store before the last too late", FP8, "(COUNT - 1)", "(COUNT)"),
+    Bug("store: one buffer", FP8, "FIRST + PIECE % COUNT", "FIRST"),
+    Bug("store: the other consumer's buffer", FP8, "FIRST + PIECE % COUNT", "PIECE % COUNT"),
+    Bug("store: right half over the left one", FP8, "col + WIDTH // 2", "col"),
     Bug("store: overwrites instead of adding", BF16_ADD, "tma_add(d_desc", "tma_store(d_desc"),
     Bug("store: adds instead of overwriting", BF16, "            tma_store(d_desc", "            tma_add(d_desc"),
     Bug(
@@ -309,7 +434,9 @@ PIECES_BUGS = [
 
 BUGS = {
     f"{family}, {bug.name}": bug
-    for family, bugs in dict(bf16=BF16_BUGS, fp8=FP8_BUGS, schedule=SCHEDULE_BUGS, pieces=PIECES_BUGS).items()
+    for family, bugs in dict(
+        bf16=BF16_BUGS, fp8=FP8_BUGS, blocks=BLOCKS_BUGS, schedule=SCHEDULE_BUGS, pieces=PIECES_BUGS
+    ).items()
     for bug in bugs
 }
 

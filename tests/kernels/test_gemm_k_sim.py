@@ -11,16 +11,16 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
 
-from megamoe.kernels.tiles import Tile, legal_k_tiles  # noqa: E402
+from megamoe.kernels.tiles import K_FORMS, Tile, legal_k_tiles  # noqa: E402
 from megamoe.types import Fp8Tensor  # noqa: E402
-from tests.support.k_gemm_cases import KCase, compute, standard_cases  # noqa: E402
+from tests.support.k_gemm_cases import KCase, compute, operands_of, standard_cases  # noqa: E402
 from tests.support.k_gemm_sim import Run, instance_of, simulated_k_gemm  # noqa: E402
 
 CASES = standard_cases()
 POLICIES = ("rr", "random", "eager", "lazy", "starve", "pct")
 
 # A kernel's main paths: these run under all policies, the others under two that their names decide.
-CORE = ("bf16, ragged", "bf16, added", "fp8, ragged", "fp8, added")
+CORE = {f"{form}, {name}" for form in K_FORMS for name in ("ragged", "added")}
 HUGE = 2**31 - 1
 
 
@@ -38,34 +38,45 @@ def tile_name(tile: Tile) -> str:
 
 
 TILES = [
-    (dtype, tile)
-    for dtype in ("bf16", "fp8")
-    for tile in (*legal_k_tiles(dtype), Tile(128, 256, 2, group_m=1))
+    (form, tile)
+    for form in K_FORMS
+    for tile in (*legal_k_tiles(form), Tile(128, 256, 2, group_m=1))
     # The others differ in the width of their bands.
-    if tile.group_m in (1, legal_k_tiles(dtype)[0].group_m)
+    if tile.group_m in (1, legal_k_tiles(form)[0].group_m)
 ]
+FORM = pytest.mark.parametrize("form", K_FORMS)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("dtype", "tile"), TILES, ids=lambda x: x if isinstance(x, str) else tile_name(x))
-def test_every_tile(dtype, tile, out_dtype, seed):
+@pytest.mark.parametrize(("form", "tile"), TILES, ids=lambda x: x if isinstance(x, str) else tile_name(x))
+def test_every_tile(form, tile, out_dtype, seed):
     """Experts of no step, one, as many as stages, and more."""
     add = (tile.stages + tile.skew + out_dtype.itemsize) % 4 < 2
-    case = KCase((1, 0, 192, 450), 136, 264, fp8=dtype == "fp8", add=add, out_dtype=out_dtype)
+    case = KCase((1, 0, 192, 450), 136, 264, add=add, out_dtype=out_dtype, **operands_of(form))
     Run(case, tile, sms=1 + seed % 3)(None, POLICIES[(seed + tile.stages + tile.skew) % len(POLICIES)], seed % 1000)
+
+
+@FORM
+def test_tails_and_columns(form, seed):
+    """Last steps of any length; columns that end anywhere in a tile and in a block of scales."""
+    choose = random.Random(seed)
+    counts = tuple(choose.choice((0, 128, 256)) + choose.randint(1, 127) for _ in range(3))
+    for n in (8 * choose.randint(1, 15), 128 + 8 * choose.randint(1, 15), 256 + 8 * choose.randint(1, 15)):
+        case = KCase(counts, 8 * choose.randint(1, 20), n, **operands_of(form))
+        Run(case, sms=1 + seed % 3)(None, choose.choice(POLICIES), seed % 1000)
 
 
 # ---------------------------------------------------------------- bounds
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@FORM
 @pytest.mark.parametrize(
     "ends",
     [(HUGE, HUGE, HUGE), (-5, 130, HUGE), (300, 50, 420), (-(2**31), 1, -1), (1, 2, 3)],
     ids=str,
 )
-def test_wild_ends_stay_in_the_matrix(ends, fp8, seed):
-    case = KCase((128, 128, 112), 64, 136, spare=-16, fp8=fp8)
+def test_wild_ends_stay_in_the_matrix(ends, form, seed):
+    case = KCase((128, 128, 112), 64, 136, spare=-16, **operands_of(form))
     Run(case, ends=ends)(None, POLICIES[seed % len(POLICIES)], seed % 1000)
 
 
@@ -86,10 +97,10 @@ def with_rows_of(case: KCase, source, expert: int):
     return other
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_an_expert_does_not_depend_on_the_rest(fp8):
+@FORM
+def test_an_expert_does_not_depend_on_the_rest(form):
     """Bitwise: beside other experts and counts, elsewhere in the matrix, in another order of work, on any SMs."""
-    case = KCase((100, 170, 0, 33), 64, 136, fp8=fp8)
+    case = KCase((100, 170, 0, 33), 64, 136, **operands_of(form))
     source = instance_of(case, 8)
     results = []
     for counts, policy, sms in (

@@ -5,7 +5,7 @@ Rows of no expert are NaN in both operands, and results are poisoned: neither ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from megamoe.kernels import gemm_k, quant
 from megamoe.kernels.layout import ALIGN, align_up
 from megamoe.kernels.row_groups import RowGroups
-from megamoe.kernels.tiles import Tile
+from megamoe.kernels.tiles import K_FORMS, Tile
 from megamoe.types import Fp8Tensor
 from tests.support.gemm_cases import BF16_ERROR, FP8_ERROR
 
@@ -27,6 +27,7 @@ class KCase:
     Attributes:
         counts: rows of each expert.
         m, n: columns of the operands. spare: rows of no expert after the last one's block; negative: so many fewer.
+        fp8: operands of FP8; with ``blocks`` those of B in 128x128 blocks.
         add: the result is added to what is there.
     """
 
@@ -37,6 +38,17 @@ class KCase:
     fp8: bool = False
     add: bool = False
     out_dtype: torch.dtype = torch.float32
+    blocks: bool = False
+
+    @property
+    def form(self) -> str:
+        """Of the operands, as tiles name it."""
+        return "fp8-blocks" if self.blocks else "fp8" if self.fp8 else "bf16"
+
+
+def operands_of(form: str) -> dict[str, bool]:
+    """The fields of a case with operands of this form."""
+    return dict(fp8=form != "bf16", blocks=form == "fp8-blocks")
 
 
 class KInstance:
@@ -52,7 +64,7 @@ class KInstance:
         self.num_rows = position + case.spare
         ends = [end for _, end in self.spans]
         self.rows = RowGroups.psum(torch.tensor(ends, dtype=torch.int32, device=device))
-        (self.a, a), (self.b, b) = self._operand(case.m), self._operand(case.n)
+        (self.a, a), (self.b, b) = self._operand(case.m, False), self._operand(case.n, case.blocks)
         self.old = self._randn(len(case.counts), case.m, case.n).to(case.out_dtype)
         self.sums = torch.zeros(self.old.shape, dtype=torch.float64, device=device)
         for expert, (start, end) in enumerate(self.spans):
@@ -61,7 +73,7 @@ class KInstance:
     def _randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator, device=self.device)
 
-    def _operand(self, columns: int) -> tuple[Any, torch.Tensor]:
+    def _operand(self, columns: int, in_blocks: bool) -> tuple[Any, torch.Tensor]:
         """The operand, and its values with zeros in the rows of no expert."""
         owned = torch.zeros(self.num_rows, 1, dtype=torch.bool, device=self.device)
         for start, end in self.spans:
@@ -72,8 +84,14 @@ class KInstance:
             return x.masked_fill(~owned, float("nan")), x.float().masked_fill(~owned, 0)
         # Scales that differ from block to block and from column to column.
         blocks = -(-self.num_rows // ALIGN)
-        x *= self._randn(blocks, columns).exp().repeat_interleave(ALIGN, 0)[: self.num_rows]
-        cast = quant.quantize_columnwise(x.masked_fill(~owned, 0))
+        if in_blocks:
+            places = 3 * torch.arange(blocks)[:, None] + torch.arange(-(-columns // ALIGN))
+            factors = 2.0 ** (places % 5).to(self.device).repeat_interleave(ALIGN, 1)[:, :columns]
+        else:
+            factors = self._randn(blocks, columns).exp()
+        x *= factors.repeat_interleave(ALIGN, 0)[: self.num_rows]
+        quantize = quant.quantize_blockwise if in_blocks else quant.quantize_columnwise
+        cast = quantize(x.masked_fill(~owned, 0))
         values = quant.dequantize(cast)
         codes = cast.codes.view(torch.uint8).masked_fill(~owned, NAN_CODE)
         codes = codes.t().contiguous().t().view(torch.float8_e4m3fn)
@@ -132,5 +150,4 @@ def standard_cases() -> dict[str, KCase]:
         "added to bf16": KCase((0, 130, 0, 37), 128, 264, add=True, **bf16),
         "nothing added": KCase((0, 0), 128, 256, spare=128, add=True),
     }
-    fp8 = {f"fp8, {name}": KCase(**{**vars(case), "fp8": True}) for name, case in cases.items()}
-    return {**{f"bf16, {name}": case for name, case in cases.items()}, **fp8}
+    return {f"{form}, {name}": replace(case, **operands_of(form)) for form in K_FORMS for name, case in cases.items()}

@@ -39,7 +39,7 @@ def load_tiles(
     TRANSPOSED_B: gl.constexpr,
 ):
     """The loader; requests TOGETHER stages at a time."""
-    full, empty, lead = bars
+    full, empty = bars
     a_bufs, b_bufs, notes = bufs
     BOTH: gl.constexpr = ACTIVATION != pieces.NONE
     STEP: gl.constexpr = 128 if BOTH else 256
@@ -118,7 +118,7 @@ def consume_tiles(
     C: gl.constexpr,
 ):
     """Consumer C: rows 64 C .. 64 C + 63 of each tile."""
-    full, empty, lead = bars
+    full, empty = bars
     a_bufs, b_bufs, notes = bufs
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     LR: gl.constexpr = gl.SliceLayout(1, L)
@@ -127,13 +127,13 @@ def consume_tiles(
     columns = n // 2 if BOTH else n
     d_buf = d_bufs.index(C)
     zero = gl.full([64, 256], 0.0, gl.float32, L)
-    lead_step = gl.minimum(num_k - 1, SKEW)
     it = 0
     mbarrier.wait(full.index(0), 0)
     row, n_block, valid, expert = pieces.read_note(notes.index(0), LR)
     if SKEW > 0 and C == 1:
         if valid > 0:
-            mbarrier.wait(lead, 0)
+            # Starts when consumer 0 can start its step SKEW.
+            mbarrier.wait(full.index(gl.minimum(num_k - 1, SKEW)), 0)
     while valid > 0:
         row += C * 64
         valid -= C * 64
@@ -164,8 +164,6 @@ def consume_tiles(
                 sums = warpgroup_mma(a, b, sums, use_acc=True, is_async=True)
             sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
             mbarrier.arrive(empty.index(gl.maximum(it - 1, 0) % STAGES), count=1, pred=kb > 0)
-            if SKEW > 0 and C == 0:
-                mbarrier.arrive(lead, count=1, pred=it == lead_step)
             it += 1
         total = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
@@ -254,12 +252,10 @@ def bf16_gemm_kernel(
         d_bufs = notes  # not used
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    mbarrier.init(lead, count=1)
-    bars = (full, empty, lead)
+    bars = (full, empty)
     bufs = (a_bufs, b_bufs, notes)
     pieces.wait_for_previous_kernel()
     gl.warp_specialize(

@@ -1,8 +1,9 @@
 """FP8 K-grouped GEMM for Hopper: weight gradients, tile 128 x 256. Device code.
 
-D[e] = A_e^T B_e or D[e] += A_e^T B_e over the rows of expert e: e4m3, one scale per column and 128 rows. Each product
-over 128 rows comes from the tensor cores and is scaled and added up in fp32 registers. Roles, waves and turns as in
-``fp8``; a step takes 128 rows. The tensor cores want e4m3 operands dense along the rows: A is read as [M, rows].
+D[e] = A_e^T B_e or D[e] += A_e^T B_e over the rows of expert e: e4m3, one scale per column and 128 rows, or of B one
+per 128 columns and 128 rows (BLOCKS), which takes half as many instructions beside the products. Each product over 128
+rows comes from the tensor cores and is scaled and added up in fp32 registers. Roles, waves and turns as in ``fp8``; a
+step takes 128 rows. The tensor cores want e4m3 operands dense along the rows: A is read as [M, rows].
 
 Rows past an expert's last one must not count, whatever they hold. The maps of A and B have two dimensions along the
 rows, so element (q, r) is row 16 q + r, and r < 128. A box from (q, 0) has 128 rows; one from (q, left - 128) has
@@ -49,6 +50,7 @@ def load_tiles(
     descs,
     bars,
     bufs,
+    sfb_ptr,
     index,
     num_rows,
     num_experts,
@@ -57,6 +59,7 @@ def load_tiles(
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     ADD: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
     """The loader."""
     a_desc, b_desc, sfa_desc, sfb_desc = descs
@@ -67,30 +70,41 @@ def load_tiles(
     # Nothing is to be added for an expert without rows.
     LEAST: gl.constexpr = 1 if ADD else 0
     walk = (index, num_rows, num_experts, num_m * num_n)
+    num_blocks = (num_rows + 127) // 128
+    sfb_cols = (n + 127) // 128
     it = 0
     cleared = 0
-    tile, expert, steps = k_schedule.first_tile(walk, 128, LEAST)
+    tile, expert, steps = k_schedule.first_tile(walk, gl.program_id(0), 128, LEAST)
     while steps >= LEAST:
         m_block, n_block = schedule.tile_in_group(tile, num_m, num_n, GROUP_M)
         a_col = m_block * 128
         b_col = n_block * 256
         start, rows = k_schedule.expert_rows(expert, index, num_rows, num_experts)
-        block = gl.where(steps > 0, start // 128, (num_rows + 127) // 128)
+        block = gl.where(steps > 0, start // 128, num_blocks)
         tile_steps = gl.maximum(steps, 1)
         note = pieces.tile_note(a_col, n_block, tile_steps, expert)
+        sfb_col = n_block * 2 + pieces.lanes(2)
         for step in range(tile_steps):
             s = it % STAGES
             shift = (gl.minimum(rows, 128) + 15) // 16 * 16 - 128
             # With rows to clear, the bytes arrive at the barrier after the ring's.
             kept = gl.where(rows < 128, rows % 16, 0)
             bar = full.index(gl.where(kept > 0, STAGES, s))
+            if BLOCKS:
+                sfb = sfb_ptr + block.to(gl.int64) * sfb_cols + sfb_col
+                scales = gl.load(sfb, mask=(sfb_col < sfb_cols) & (block < num_blocks), other=0.0)
             mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
             notes.index(s).store(note)
-            mbarrier.expect(bar, 384 * 128 + 384 * 4)
+            mbarrier.expect(bar, 384 * 128 + (128 if BLOCKS else 384) * 4)
             tma_load(a_desc, [a_col, block * 8, shift], bar, a_bufs.index(s))
             tma_load(b_desc, [b_col, block * 8, shift], bar, b_bufs.index(s))
             tma_load(sfa_desc, [block, a_col], bar, sfa_bufs.index(s))
-            tma_load(sfb_desc, [block, b_col], bar, sfb_bufs.index(s))
+            if BLOCKS:
+                # Last, for these come from memory too.
+                sfb_bufs.index(s).store(scales)
+                mbarrier.arrive(full.index(s), count=1)
+            else:
+                tma_load(sfb_desc, [block, b_col], bar, sfb_bufs.index(s))
             it += 1
             block += 1
             rows -= 128
@@ -107,7 +121,7 @@ def load_tiles(
     s = it % STAGES
     mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
     notes.index(s).store(pieces.tile_note(it * 0, 0, 0, 0))
-    mbarrier.arrive(full.index(s), count=1)
+    mbarrier.arrive(full.index(s), count=2 if BLOCKS else 1)
 
 
 @gluon.jit
@@ -119,11 +133,26 @@ def wave(a_bufs, b_bufs, s, C: gl.constexpr, W: gl.constexpr, partial):
 
 
 @gluon.jit
-def scaled(partial, row_scales, sfb_bufs, s, W: gl.constexpr):
+def row_scales(sfa_bufs, sfb_bufs, s, C: gl.constexpr, L: gl.constexpr, BLOCKS: gl.constexpr):
+    """What the sums of either wave are multiplied by, a number a row."""
+    a = sfa_bufs.index(s).reshape([128]).slice(C * 64, 64, 0).load(L)
+    if BLOCKS:
+        b0 = sfb_bufs.index(s).slice(0, 1, 0).load(L)
+        b1 = sfb_bufs.index(s).slice(1, 1, 0).load(L)
+        return a * b0, a * b1
+    else:
+        return a, a
+
+
+@gluon.jit
+def scaled(partial, scales, sfb_bufs, s, W: gl.constexpr, BLOCKS: gl.constexpr):
     """A wave's sums times the scales of both sides."""
     L: gl.constexpr = partial.type.layout
-    column_scales = sfb_bufs.index(s).reshape([256]).slice(W * 128, 128, 0).load(gl.SliceLayout(0, L))
-    return (partial * row_scales[:, None]) * column_scales[None, :]
+    result = partial * scales[:, None]
+    if not BLOCKS:
+        column_scales = sfb_bufs.index(s).reshape([256]).slice(W * 128, 128, 0).load(gl.SliceLayout(0, L))
+        result = result * column_scales[None, :]
+    return result
 
 
 @gluon.jit
@@ -134,6 +163,7 @@ def consume_tiles(
     d_bufs,
     STAGES: gl.constexpr,
     ADD: gl.constexpr,
+    BLOCKS: gl.constexpr,
     C: gl.constexpr,
 ):
     """Consumer C: rows 64 C .. 64 C + 63 of each tile."""
@@ -144,8 +174,9 @@ def consume_tiles(
     f0 = gl.full([64, 128], 0.0, gl.float32, L)
     f1 = f0
     p = f0
-    # The tile before, whose right half is stored inside the next one; none yet.
-    last_expert = -1
+    # The tile before, whose right half is stored inside the next one; none yet. Stores past the last expert write
+    # nothing; before the first one they are illegal.
+    last_expert = 2**30 if BLOCKS else -1
     last_row = 0
     last_col = 0
     it = 0
@@ -158,40 +189,56 @@ def consume_tiles(
         col = n_block * 256
         # The first step; the tile before is stored under wave 0.
         s = it % STAGES
-        a = sfa_bufs.index(s).reshape([128]).slice(C * 64, 64, 0).load(LR)
+        scales0, scales1 = row_scales(sfa_bufs, sfb_bufs, s, C, LR, BLOCKS)
         pieces.wait_turn(C)
         running = wave(a_bufs, b_bufs, s, C, 0, p)
         pieces.pass_turn(C)
-        if last_expert >= 0:
-            k_pieces.store_sums(d_desc, d_bufs, last_expert, last_row, last_col, f1, C, ADD, 0)
+        # Always with BLOCKS: its barriers then need not be in the loop.
+        if BLOCKS or last_expert >= 0:
+            k_pieces.store_sums(d_desc, d_bufs, last_expert, last_row, last_col, f1, 2 * C, 2, ADD, 0)
         p = warpgroup_mma_wait(0, deps=[running])
-        f0 = scaled(p, a, sfb_bufs, s, 0)
+        f0 = scaled(p, scales0, sfb_bufs, s, 0, BLOCKS)
         pieces.wait_turn(C)
         running = wave(a_bufs, b_bufs, s, C, 1, p)
         pieces.pass_turn(C)
         f1 = gl.full([64, 128], 0.0, gl.float32, L)
         for _ in range(1, steps):  # not unrolled: ptxas would spill
-            p = warpgroup_mma_wait(0, deps=[running])
-            f1 += scaled(p, a, sfb_bufs, s, 1)
-            # Only now: the scales lay in the stage.
-            mbarrier.arrive(empty.index(s), count=1)
-            it += 1
-            s = it % STAGES
-            mbarrier.wait(full.index(s), (it // STAGES) & 1)
-            a = sfa_bufs.index(s).reshape([128]).slice(C * 64, 64, 0).load(LR)
+            if BLOCKS:
+                it += 1
+                s = it % STAGES
+                mbarrier.wait(full.index(s), (it // STAGES) & 1)
+                p = warpgroup_mma_wait(0, deps=[running])
+                mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
+                # After the arrive: Triton puts a barrier between it and the next shared read, which must not be the
+                # wave.
+                scales0, next1 = row_scales(sfa_bufs, sfb_bufs, s, C, LR, BLOCKS)
+                f1 += scaled(p, scales1, sfb_bufs, s, 1, BLOCKS)
+                scales1 = next1
+            else:
+                p = warpgroup_mma_wait(0, deps=[running])
+                f1 += scaled(p, scales1, sfb_bufs, s, 1, BLOCKS)
+                # Only now: the columns' scales lay in the stage.
+                mbarrier.arrive(empty.index(s), count=1)
+                it += 1
+                s = it % STAGES
+                mbarrier.wait(full.index(s), (it // STAGES) & 1)
+                scales0, scales1 = row_scales(sfa_bufs, sfb_bufs, s, C, LR, BLOCKS)
             pieces.wait_turn(C)
             running = wave(a_bufs, b_bufs, s, C, 0, p)
             pieces.pass_turn(C)
             p = warpgroup_mma_wait(0, deps=[running])
-            f0 += scaled(p, a, sfb_bufs, s, 0)
+            f0 += scaled(p, scales0, sfb_bufs, s, 0, BLOCKS)
             pieces.wait_turn(C)
             running = wave(a_bufs, b_bufs, s, C, 1, p)
             pieces.pass_turn(C)
         # The second wave of the last step still runs.
-        k_pieces.store_sums(d_desc, d_bufs, expert, row, col, f0, C, ADD, 0)
+        k_pieces.store_sums(d_desc, d_bufs, expert, row, col, f0, 2 * C, 2, ADD, 0)
         p = warpgroup_mma_wait(0, deps=[running])
-        f1 += scaled(p, a, sfb_bufs, s, 1)
-        mbarrier.arrive(empty.index(s), count=1)
+        if BLOCKS:
+            mbarrier.arrive(empty.index(s), count=1)
+        f1 += scaled(p, scales1, sfb_bufs, s, 1, BLOCKS)
+        if not BLOCKS:
+            mbarrier.arrive(empty.index(s), count=1)
         last_expert = expert
         last_row = row
         last_col = col + 128
@@ -200,19 +247,20 @@ def consume_tiles(
         mbarrier.wait(full.index(s), (it // STAGES) & 1)
         row, n_block, steps, expert = pieces.read_note(notes.index(s), LR)
     if last_expert >= 0:
-        k_pieces.store_sums(d_desc, d_bufs, last_expert, last_row, last_col, f1, C, ADD, 0)
+        k_pieces.store_sums(d_desc, d_bufs, last_expert, last_row, last_col, f1, 2 * C, 2, ADD, 0)
     tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=["num_rows", "num_experts", "m", "n"],
-    do_not_specialize_on_alignment=["index"],
+    do_not_specialize_on_alignment=["sfb_ptr", "index"],
 )
 def k_grouped_fp8_gemm_kernel(
     a_desc,
     b_desc,
     sfa_desc,
     sfb_desc,
+    sfb_ptr,
     d_desc,
     index,
     num_rows,
@@ -222,6 +270,7 @@ def k_grouped_fp8_gemm_kernel(
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     ADD: gl.constexpr,
+    BLOCKS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """One launch: as many programs as SMs.
@@ -229,6 +278,7 @@ def k_grouped_fp8_gemm_kernel(
     Args:
         a_desc, b_desc: A and B as [columns, rows / 16, 128], see above; boxes [128, 1, 128] and [256, 1, 128].
         sfa_desc, sfb_desc: their scales, fp32 [rows / 128, columns], boxes [1, 128] and [1, 256].
+        sfb_ptr: B's scales with BLOCKS, fp32 [rows / 128, columns / 128]; sfb_desc is not used then.
         d_desc: D [experts, M, N], boxes [1, 64, columns that are stored at a time].
         index: int32 [experts], ends of the psum layout.
         ADD: the sums are added to D.
@@ -236,14 +286,18 @@ def k_grouped_fp8_gemm_kernel(
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 1, 128], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 256, 1, 128], b_desc.layout)
     sfa_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], sfa_desc.layout)
-    sfb_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 256], sfb_desc.layout)
-    d_bufs = gl.allocate_shared_memory(d_desc.dtype, [4] + d_desc.block_shape, d_desc.layout)
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if BLOCKS:
+        sfb_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 2], WORDS)
+    else:
+        sfb_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 256], sfb_desc.layout)
+    d_bufs = gl.allocate_shared_memory(d_desc.dtype, [4] + d_desc.block_shape, d_desc.layout)
     notes = gl.allocate_shared_memory(gl.int32, [STAGES, 4], WORDS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        # With BLOCKS the loader arrives again when it has written the scales.
+        mbarrier.init(full.index(stage), count=2 if BLOCKS else 1)
         mbarrier.init(empty.index(stage), count=2)
     mbarrier.init(full.index(STAGES), count=1)
     bars = (full, empty)
@@ -252,9 +306,12 @@ def k_grouped_fp8_gemm_kernel(
     pieces.wait_for_previous_kernel()
     gl.warp_specialize(
         [
-            (consume_tiles, (d_desc, bars, bufs, d_bufs, STAGES, ADD, 0)),
-            (consume_tiles, (d_desc, bars, bufs, d_bufs, STAGES, ADD, 1)),
-            (load_tiles, (descs, bars, bufs, index, num_rows, num_experts, m, n, STAGES, GROUP_M, ADD)),
+            (consume_tiles, (d_desc, bars, bufs, d_bufs, STAGES, ADD, BLOCKS, 0)),
+            (consume_tiles, (d_desc, bars, bufs, d_bufs, STAGES, ADD, BLOCKS, 1)),
+            (
+                load_tiles,
+                (descs, bars, bufs, sfb_ptr, index, num_rows, num_experts, m, n, STAGES, GROUP_M, ADD, BLOCKS),
+            ),
         ],
         [4, 1],
         [232, 40],

@@ -9,24 +9,35 @@ from megamoe.kernels.gluon.spelling import tma_add, tma_store
 
 
 @gluon.jit
-def store_sums(d_desc, d_bufs, expert, row, col, sums, C: gl.constexpr, ADD: gl.constexpr, PIECE: gl.constexpr):
+def store_sums(
+    d_desc,
+    d_bufs,
+    expert,
+    row,
+    col,
+    sums,
+    FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
+    ADD: gl.constexpr,
+    PIECE: gl.constexpr,
+):
     """fp32 registers -> D's type -> shared memory -> stored in D, or added to it, in pieces as wide as D's boxes.
 
-    Two buffers take turns: only the store before the last one must be done with its own. So the pieces of a call are
-    even in number, and those outside of D are stored too, which writes nothing. Each element is added to once: the
-    result depends on no order.
+    COUNT buffers from d_bufs[FIRST] on take turns: only the store that used one must be done with it. So the pieces of
+    a call are a multiple of COUNT, and those outside of D are stored too, which writes nothing. Each element is added
+    to once: the result depends on no order.
 
     Args:
-        d_bufs: two buffers of each consumer C. PIECE: 0, the number of the first piece.
+        PIECE: 0, the number of the first piece.
     """
     WIDTH: gl.constexpr = sums.shape[1]
     if WIDTH > d_desc.block_shape[2]:
         left, right = pieces.halves(sums)
-        store_sums(d_desc, d_bufs, expert, row, col, left, C, ADD, 2 * PIECE)
-        store_sums(d_desc, d_bufs, expert, row, col + WIDTH // 2, right, C, ADD, 2 * PIECE + 1)
+        store_sums(d_desc, d_bufs, expert, row, col, left, FIRST, COUNT, ADD, 2 * PIECE)
+        store_sums(d_desc, d_bufs, expert, row, col + WIDTH // 2, right, FIRST, COUNT, ADD, 2 * PIECE + 1)
     else:
-        d_buf = d_bufs.index(2 * C + PIECE % 2)
-        tma.store_wait(1)
+        d_buf = d_bufs.index(FIRST + PIECE % COUNT)
+        tma.store_wait(COUNT - 1)
         d_buf.reshape([64, WIDTH]).store(sums.to(d_desc.dtype))
         fence_async_shared()
         if ADD:

@@ -1,8 +1,9 @@
 """Which tile of which expert's weight gradient a block computes next. Device code, run by the loader warp.
 
 All experts have the same number of tiles, but not of rows to sum over. Those with the most rows come first: what some
-blocks have to do longer than others is then a short tile. Ends come from device memory and are bounded here, so no row
-outside the matrix is ever named, whatever they hold.
+blocks have to do longer than others is then a short tile. Where the last tiles would keep at most half of the blocks
+busy, two blocks can share each. Ends come from device memory and are bounded here, so no row outside the matrix is ever
+named, whatever they hold.
 """
 
 from triton.experimental import gluon
@@ -43,14 +44,42 @@ def next_expert(expert, steps, index, num_rows, num_experts, BLOCK_K: gl.constex
 
 
 @gluon.jit
-def first_tile(walk, BLOCK_K: gl.constexpr, LEAST: gl.constexpr):
-    """This program's first tile: (its number among its expert's, expert, the expert's steps).
+def first_shared(walk, LEAST: gl.constexpr):
+    """Number of the first tile that two programs share: after the last full round of all programs, if half of them
+    would have none; else the number of tiles.
+    """
+    index, num_rows, num_experts, tiles = walk
+    experts = num_experts
+    if LEAST > 0:
+        experts = num_experts * 0
+        for first in range(0, num_experts, EXPERTS_AT_ONCE):
+            start, rows = expert_rows(first + pieces.lanes(EXPERTS_AT_ONCE), index, num_rows, num_experts)
+            experts += gl.sum((rows > 0).to(gl.int32), 0)
+    total = experts * tiles
+    rest = total % gl.num_programs(0)
+    return total - gl.where(2 * rest <= gl.num_programs(0), rest, 0)
+
+
+@gluon.jit
+def shared_tile(turn, first):
+    """(number of a program's tile, which consumers pause: bit C for consumer C).
+
+    Args:
+        turn: counts the programs and their tiles. first: ``first_shared``.
+    """
+    past = gl.maximum(turn - first, 0)
+    return gl.where(turn < first, turn, first + past // 2), gl.where(turn < first, 0, 2 - past % 2)
+
+
+@gluon.jit
+def first_tile(walk, tile, BLOCK_K: gl.constexpr, LEAST: gl.constexpr):
+    """Where the ``tile``-th tile of all is: (its number among its expert's, expert, the expert's steps).
 
     Fewer than LEAST steps if there is none. ``walk``: (index, rows of the matrix, experts, tiles of each).
     """
     index, num_rows, num_experts, tiles = walk
     expert, steps = next_expert(-1, 0x7FFFFFFF, index, num_rows, num_experts, BLOCK_K)
-    return seek(gl.program_id(0), expert, steps, walk, BLOCK_K, LEAST)
+    return seek(tile, expert, steps, walk, BLOCK_K, LEAST)
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.kernels.gluon import bf16, fp8, k_bf16, k_fp8, pieces, schedule, skinny
 from megamoe.kernels.gluon.repeat import repeated
-from megamoe.kernels.tiles import Tile, store_columns
+from megamoe.kernels.tiles import Tile, k_form, k_step_rows, store_columns
 
 KINDS = {"dense": schedule.DENSE, "contiguous": schedule.CONTIGUOUS, "psum": schedule.PSUM, "masked": schedule.MASKED}
 
@@ -332,7 +332,7 @@ class KOperands:
 
     Attributes:
         a: BF16 ``[rows, M]``, or e4m3 codes ``[rows, M]`` dense along the rows. a_scales: ``[rows / 128, M]`` or None.
-        b, b_scales: the same with N columns.
+        b, b_scales: the same with N columns; or scales ``[rows / 128, N / 128]``.
         out: ``[e, M, N]``. add: the sums are added to it.
         ends: int32 ``[e]``.
     """
@@ -345,6 +345,11 @@ class KOperands:
     add: bool
     ends: torch.Tensor
 
+    @property
+    def form(self) -> str:
+        """One of ``tiles.K_FORMS``."""
+        return k_form(self.b.shape[1], None if self.b_scales is None else self.b_scales.shape[1])
+
 
 def k_gemm(x: KOperands, tile: Tile, sms: int) -> Callable[[], None]:
     """Computes into ``x.out``. Nothing is checked here; ``gemm_k`` does. Returns the launch, as ``gemm``."""
@@ -352,11 +357,11 @@ def k_gemm(x: KOperands, tile: Tile, sms: int) -> Callable[[], None]:
     return _launched(kernel, arguments, x.a.device.index, sms)
 
 
-def _two_row_dimensions(x: torch.Tensor, columns: int) -> TensorDescriptor:
-    """Map of ``x [rows, C]`` whose element (q, r, c) is ``x[q + r, c]``, r < 64; boxes of 64 rows."""
+def _two_row_dimensions(x: torch.Tensor, step: int, columns: int) -> TensorDescriptor:
+    """Map of ``x [rows, C]`` whose element (q, r, c) is ``x[q + r, c]``, r < step; boxes of ``step`` rows."""
     rows, width = x.shape
-    box = (1, 64, columns)
-    return TensorDescriptor(x, [rows, 64, width], [width, width, 1], list(box), box_layout(box, x.dtype))
+    box = (1, step, columns)
+    return TensorDescriptor(x, [rows, step, width], [width, width, 1], list(box), box_layout(box, x.dtype))
 
 
 def _codes_by_sixteens(x: torch.Tensor, columns: int) -> TensorDescriptor:
@@ -368,8 +373,7 @@ def _codes_by_sixteens(x: torch.Tensor, columns: int) -> TensorDescriptor:
 
 def k_arguments_of(x: KOperands, tile: Tile) -> tuple[Any, dict[str, Any]]:
     """The K-grouped kernel and its arguments by name, without ``num_warps``."""
-    fp8_operands = x.a_scales is not None
-    columns = store_columns(tile.stages, "fp8" if fp8_operands else "bf16", x.out.element_size())
+    columns = store_columns(tile.stages, x.form, x.out.element_size())
     common = dict(
         d_desc=descriptor(x.out, (1, 64, columns)),
         index=x.ends,
@@ -380,21 +384,25 @@ def k_arguments_of(x: KOperands, tile: Tile) -> tuple[Any, dict[str, Any]]:
         STAGES=tile.stages,
         GROUP_M=tile.group_m,
     )
-    if fp8_operands:
+    if x.a_scales is not None:
+        blocks = x.form == "fp8-blocks"
         kernel = k_fp8.k_grouped_fp8_gemm_kernel
         arguments = dict(
             a_desc=_codes_by_sixteens(x.a, 128),
             b_desc=_codes_by_sixteens(x.b, 256),
             sfa_desc=descriptor(x.a_scales, (1, 128), SCALES_LAYOUT),
-            sfb_desc=descriptor(x.b_scales, (1, 256), SCALES_LAYOUT),
+            sfb_desc=descriptor(x.a_scales if blocks else x.b_scales, (1, 256), SCALES_LAYOUT),
+            sfb_ptr=x.b_scales,
             **common,
             ADD=x.add,
+            BLOCKS=blocks,
         )
     else:
         kernel = k_bf16.k_grouped_bf16_gemm_kernel
+        step = k_step_rows(tile.stages, x.form)
         arguments = dict(
-            a_desc=_two_row_dimensions(x.a, 64),
-            b_desc=_two_row_dimensions(x.b, 256),
+            a_desc=_two_row_dimensions(x.a, step, 64),
+            b_desc=_two_row_dimensions(x.b, step, 256),
             **common,
             SKEW=tile.skew,
             ADD=x.add,

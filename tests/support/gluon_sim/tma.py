@@ -87,6 +87,9 @@ def _store(tensor_desc: Descriptor, coord, src: Buffer, add: bool) -> None:
     coordinates = [int(unwrap(c)) for c in coord]
     who = here(f"TMA {'add' if add else 'store'} {coordinates}")
     tensor_desc.check(src, coordinates, who)
+    if min(coordinates) < 0:
+        # Seen on H200 for additions. Past the end nothing is written.
+        raise SimError(f"{who}: an illegal instruction where a coordinate is negative")
     read_clock, write_clock, box = me.lane(), me.lane(), []
 
     def read():
