@@ -80,15 +80,17 @@ def bench_gemm(
 
 
 @bench.command("quant")
-def bench_quant() -> None:
+def bench_quant(
+    only: Annotated[str, typer.Option(help="Part of the names of the cases to measure; all by default.")] = "",
+) -> None:
     """FP8 casts as a fraction of a device copy of as many bytes."""
     from megamoe.bench import quant, timing
 
     try:
         timing.check_gpu()
+        quant.main(only)
     except MegaMoEError as error:
         raise typer.BadParameter(str(error)) from None
-    quant.main()
 
 
 @bench.command("exchange")

@@ -1,6 +1,6 @@
 """Speed of the FP8 casts on a GPU, as a fraction of a device copy of as many bytes in the same run.
 
-Run: python -m megamoe bench quant
+Run: python -m megamoe bench quant [--only training]
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megamoe.errors import fail_value
+from megamoe.kernels import mlp_quant
 from megamoe.kernels.quant import (
     quantize_blockwise_both,
     quantize_rowwise,
@@ -20,6 +22,12 @@ from megamoe.kernels.quant import (
 )
 
 ROUNDS = 15
+
+Case = tuple[str, Callable[[], object], int, int, float | None]
+"""(name, call, bytes read and written, calls per graph, target fraction of the copy rate)."""
+
+TRAINING = ((65536, 7168, 2048), (131072, 4096, 2048))
+"""Rows of a GPU's experts, hidden and intermediate size, in the backward pass of the FP8 MLP."""
 
 
 def time_graph(function: Callable[[], object], repeats: int) -> Callable[[], float]:
@@ -42,8 +50,41 @@ def time_graph(function: Callable[[], object], repeats: int) -> Callable[[], flo
     return replay
 
 
-def cases() -> list[tuple[str, Callable[[], object], int, int, float | None]]:
-    """(name, call, bytes read and written, calls per graph, target fraction of the copy rate)."""
+def training_cases(num_rows: int, hidden: int, inter: int) -> list[Case]:
+    """The casts between the GEMMs of the backward pass."""
+    grad_out = torch.randn(num_rows, hidden, device="cuda", dtype=torch.bfloat16)
+    rows = quantize_rowwise(grad_out, mn_major=True)
+    grad = torch.randn(num_rows, inter, device="cuda", dtype=torch.bfloat16)
+    pre = torch.randn(num_rows, 2 * inter, device="cuda", dtype=torch.bfloat16)
+    weights = torch.rand(num_rows, device="cuda")
+    scale_bytes = 4 / 128
+    return [
+        (
+            f"training, both ways [{num_rows}, {hidden}]",
+            lambda: mlp_quant.cast(grad_out, columns=True),
+            int(grad_out.numel() * (4 + 2 * scale_bytes)),
+            2,
+            None,
+        ),
+        (
+            f"training, columns of rows [{num_rows}, {hidden}]",
+            lambda: mlp_quant.columns_of_rows(rows),
+            int(grad_out.numel() * (2 + scale_bytes)),
+            4,
+            None,
+        ),
+        (
+            f"training, activation backward [{num_rows}, 2 x {inter}]",
+            lambda: mlp_quant.activation_backward(grad, pre, weights, "swiglu", None, columns=True),
+            int(grad.numel() * (11 + 5 * scale_bytes)),
+            2,
+            None,
+        ),
+    ]
+
+
+def cases() -> list[Case]:
+    """Casts of rows and weights."""
     device = "cuda"
     x = torch.randn(8192, 7168, device=device, dtype=torch.bfloat16)
     few = torch.randn(128, 7168, device=device, dtype=torch.bfloat16)
@@ -86,14 +127,22 @@ def cases() -> list[tuple[str, Callable[[], object], int, int, float | None]]:
     ]
 
 
-def main() -> None:
-    """Measures and prints the table."""
+def main(only: str = "") -> None:
+    """Measures the cases whose name contains ``only`` and prints the table.
+
+    Raises:
+        MegaMoEError: there are none.
+    """
+    chosen = [case for case in cases() if only in case[0]]
+    chosen += [case for sizes in TRAINING for case in training_cases(*sizes) if only in case[0]]
+    if not chosen:
+        fail_value("only", only, "must be part of a case's name", "Leave it out to see the names.")
     source = torch.randn(1 << 28, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copy_bytes = 2 * source.numel() * 2
     # An element-wise kernel: as a memory-copy node of a graph, copy_ reaches two thirds of its rate.
     timers = [("copy", time_graph(lambda: torch.neg(source, out=target), 3), copy_bytes, None)]
-    for name, call, moved, repeats, goal in cases():
+    for name, call, moved, repeats, goal in chosen:
         timers.append((name, time_graph(call, repeats), moved, goal))
     # Round robin: clocks drift, and all see the same.
     samples = [[timer() for _, timer, _, _ in timers] for _ in range(ROUNDS)]

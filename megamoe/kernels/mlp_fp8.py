@@ -1,4 +1,5 @@
-"""The expert MLP in FP8: rows and gradients in 1x128 blocks, weights in 128x128, operands of weight gradients in 128x1.
+"""The expert MLP in FP8: rows and gradients in 1x128 blocks, weights in 128x128; for weight gradients, which sum over
+rows, gradients in 128x1 blocks, rows and activations in 128x128.
 
 Between the casts: fp32 inside a kernel, BF16 in memory where rows are BF16, else fp32. GEMM 1 computes the activation
 from its fp32 sums, but for ``relu2``, and for rows that are not BF16 where pre-activations are kept. The rows are kept

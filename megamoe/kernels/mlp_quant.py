@@ -1,7 +1,8 @@
 """Casts between the GEMMs of the FP8 expert MLP: what one tensor needs for both GEMMs that read it, in one pass.
 
-``Both`` holds a matrix in 1x128 blocks with MN-major scales, for GEMMs over its columns, and in 128x1 blocks, for those
-over its rows. On a GPU column-wise codes are dense along the rows, as the K-grouped GEMM reads them.
+``Both`` holds a gradient in 1x128 blocks with MN-major scales, for GEMMs over its columns, and in 128x1 blocks, for
+those over its rows; the other operand of these is in 128x128 blocks. On a GPU column-wise codes are dense along the
+rows, as the K-grouped GEMM reads them.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import NamedTuple
 import torch
 
 from megamoe.kernels import quant
+from megamoe.kernels.gemm_ops import get_num_sms, runs_kernels
 from megamoe.kernels.mlp_activation import activate_backward, dense_columns, runs_triton
 from megamoe.kernels.reference import FP8_BLOCK, activate
 from megamoe.types import Fp8Tensor
 
-ROW, COLUMN = (1, FP8_BLOCK), (FP8_BLOCK, 1)
+ROW, COLUMN, TILE = (1, FP8_BLOCK), (FP8_BLOCK, 1), (FP8_BLOCK, FP8_BLOCK)
 
 
 class Both(NamedTuple):
@@ -30,7 +32,7 @@ class ActivationGrads(NamedTuple):
 
     Attributes:
         pre: the gradient of the pre-activations ``[P, N]``.
-        act: the weighted activation ``[P, I]`` column-wise; None where not wanted.
+        act: the weighted activation ``[P, I]`` in 128x128 blocks; None where not wanted.
         row_weights: fp32 ``[P]``.
         sums: fp32 ``[P / 128, N]``, those of each 128 rows of the gradient of the pre-activations before its cast; None
             where not wanted.
@@ -48,33 +50,40 @@ def _empty_rows(shape: tuple[int, int], device: torch.device) -> Fp8Tensor:
     return Fp8Tensor(torch.empty(shape, dtype=torch.float8_e4m3fn, device=device), scales, ROW)
 
 
-def _empty_columns(shape: tuple[int, int], device: torch.device) -> Fp8Tensor:
+def _empty_columns(shape: tuple[int, int], block: tuple[int, int], device: torch.device) -> Fp8Tensor:
     codes = torch.empty(shape[::-1], dtype=torch.float8_e4m3fn, device=device).t()
-    return Fp8Tensor(codes, torch.empty(-(-shape[0] // FP8_BLOCK), shape[1], device=device), COLUMN)
+    scales = torch.empty(-(-shape[0] // block[0]), -(-shape[1] // block[1]), device=device)
+    return Fp8Tensor(codes, scales, block)
+
+
+def _on_hopper(*tensors: torch.Tensor) -> bool:
+    return runs_kernels(tensors[0]) and all(x.dtype != torch.float64 for x in tensors)
 
 
 def cast(x: torch.Tensor, columns: bool) -> Both:
-    """``x [P, N]`` in both forms, or only its rows; P a multiple of 128."""
+    """``x [P, N]`` in both forms, or only its rows; P a multiple of 128, N of 16."""
     if not columns:
         return Both(quant.quantize_rowwise(x, mn_major=True), None)
-    if not runs_triton(x):
+    if not _on_hopper(x):
         return Both(quant.quantize_rowwise(x, mn_major=True), quant.quantize_columnwise(x))
-    from megamoe.kernels import triton_mlp
+    from megamoe.kernels.gluon import cast_launch
 
-    x = dense_columns(x)
-    both = Both(_empty_rows(x.shape, x.device), _empty_columns(x.shape, x.device))
-    triton_mlp.both_ways(x, both.rows.codes, both.rows.scales, both.columns.codes.t(), both.columns.scales)
+    both = Both(_empty_rows(x.shape, x.device), _empty_columns(x.shape, COLUMN, x.device))
+    cast_launch.both_ways(x, both.rows, both.columns, get_num_sms(x.device))
     return both
 
 
 def columns_of_rows(x: Fp8Tensor) -> Fp8Tensor:
-    """Column-wise codes of the values of ``x [P, N]``, which is in 1x128 blocks with MN-major scales."""
-    if not x.codes.is_cuda:
-        return quant.quantize_columnwise(quant.dequantize(x))
-    from megamoe.kernels import triton_mlp
+    """The values of ``x [P, N]`` in 128x128 blocks; P a multiple of 128, N of 16.
 
-    columns = _empty_columns(x.codes.shape, x.codes.device)
-    triton_mlp.columns_of_rows(x.codes, x.scales, columns.codes.t(), columns.scales)
+    ``x`` is in 1x128 blocks with MN-major scales.
+    """
+    if not _on_hopper(x.codes):
+        return quant.quantize_blockwise(quant.dequantize(x))
+    from megamoe.kernels.gluon import cast_launch
+
+    columns = _empty_columns(x.codes.shape, TILE, x.codes.device)
+    cast_launch.columns_of_rows(x, columns, get_num_sms(x.codes.device))
     return columns
 
 
@@ -114,17 +123,17 @@ def activation_backward(
         columns: whether weight gradients follow, which need the column-wise forms.
         sums: whether the gradient of a bias follows, which is summed from unrounded values.
     """
-    if runs_triton(grad, pre):
-        return _on_gpu(grad, pre, row_weights, activation, clamp, columns, sums)
+    if _on_hopper(grad, pre):
+        return _activation_backward(grad, pre, row_weights, activation, clamp, columns, sums)
     weights = row_weights.unsqueeze(1)
     act, grad_pre = activate_backward(pre, grad * weights, activation, clamp)
     weight_grads = (grad * act).sum(dim=1)
-    act_columns = quant.quantize_columnwise(act * weights) if columns else None
+    act_columns = quant.quantize_blockwise(act * weights) if columns else None
     block_sums = grad_pre.unflatten(0, (pre.shape[0] // FP8_BLOCK, FP8_BLOCK)).sum(dim=1) if sums else None
     return ActivationGrads(cast(grad_pre, columns), act_columns, weight_grads, block_sums)
 
 
-def _on_gpu(
+def _activation_backward(
     grad: torch.Tensor,
     pre: torch.Tensor,
     row_weights: torch.Tensor,
@@ -133,23 +142,16 @@ def _on_gpu(
     columns: bool,
     sums: bool,
 ) -> ActivationGrads:
-    from megamoe.kernels import triton_mlp
+    from megamoe.kernels.gluon import cast_launch
 
+    if grad.dtype != pre.dtype:
+        grad, pre = grad.float(), pre.float()
     (num_rows, inter), device = grad.shape, grad.device
     rows = _empty_rows(pre.shape, device)
-    pre_columns, act = (_empty_columns(x.shape, device) if columns else None for x in (pre, grad))
+    pre_columns = _empty_columns(pre.shape, COLUMN, device) if columns else None
+    act = _empty_columns(grad.shape, TILE, device) if columns else None
     parts = torch.empty(inter // FP8_BLOCK, num_rows, device=device)
     block_sums = torch.empty(num_rows // FP8_BLOCK, pre.shape[1], device=device) if sums else None
-    triton_mlp.activation_backward(
-        dense_columns(grad),
-        dense_columns(pre),
-        row_weights,
-        rows.codes,
-        rows.scales,
-        (pre_columns.codes.t(), pre_columns.scales, act.codes.t(), act.scales) if columns else None,
-        parts,
-        block_sums,
-        activation,
-        clamp,
-    )
+    outputs = rows, pre_columns, act, parts, block_sums
+    cast_launch.activation_backward(grad, pre, row_weights, *outputs, activation, clamp, get_num_sms(device))
     return ActivationGrads(Both(rows, pre_columns), act, parts.sum(dim=0), block_sums)

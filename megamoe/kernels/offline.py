@@ -51,7 +51,7 @@ Variant = offline_quant.Variant | offline_gemm.Launch | offline_exchange.Movemen
 class AllowedSpill:
     """Forms of a kernel, by their compile-time values, that may use so many bytes of stack a thread.
 
-    Each was looked at in the machine code: the loop over K has no access to the stack.
+    Each was looked at in the machine code: a GEMM's loop over K has no access to the stack.
     """
 
     kernel: str
@@ -132,6 +132,24 @@ ALLOWED_SPILLS = (
         lambda c: c["BINS"] > 128,
         16,
         "tables of 256 experts at a time (triton 3.9)",
+    ),
+    AllowedSpill(
+        "activation_backward_kernel",
+        lambda c: c["ACTIVATION"] == "geglu" and c["CLAMP"],
+        720,
+        "erf's intermediate results are live with gate and up within and without the clamp",
+    ),
+    AllowedSpill(
+        "activation_backward_kernel",
+        lambda c: c["ACTIVATION"] == "geglu_tanh" and c["CLAMP"],
+        16,
+        "gate and up are live within and without the clamp (triton 3.7)",
+    ),
+    AllowedSpill(
+        "activation_backward_kernel",
+        lambda c: c["STAGES"] == 1,
+        80,
+        "fp32 inputs take twice the registers of BF16 ones (triton 3.9)",
     ),
 )
 

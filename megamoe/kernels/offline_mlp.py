@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
-from megamoe.kernels import triton_activation, triton_mlp, triton_segments
+import torch
+
+from megamoe.kernels import mlp_quant, triton_activation, triton_segments
+from megamoe.kernels.gluon import cast_launch
+from megamoe.kernels.offline_gemm import BF16, FP8, FP32, Launch
 from megamoe.kernels.offline_quant import Variant
+from megamoe.types import Fp8Tensor
 
 GATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh")
 
@@ -79,55 +85,57 @@ def _activations() -> Iterator[Variant]:
             )
 
 
-def _fp8_casts() -> Iterator[Variant]:
-    outputs = dict(codes="*fp8e4nv", scales="*fp32", codes_t="*fp8e4nv", scales_t="*fp32")
-    sizes = dict(row_blocks="i32", num_cols="i32", scale_group_stride="i32", min_amax="fp32")
-    options = dict(BLOCK=triton_mlp.BLOCK, LARGEST=448.0)
-    aligned = ("num_cols", "scale_group_stride")
-    for dtype, scaled in (("bf16", False), ("fp16", False), ("fp32", False), ("fp8e4nv", True)):
-        # Of FP8 rows no codes are made: their places are taken by the columns'.
-        yield Variant(
-            f"columnwise of FP8 rows, {dtype}" if scaled else f"both ways, {dtype}",
-            triton_mlp._columns_kernel,
-            dict(x=f"*{dtype}", x_scales="*fp32" if scaled else f"*{dtype}", x_stride="i32", **outputs, **sizes),
-            dict(
-                SCALED=scaled,
-                ROWS=triton_mlp.CAST_ROWS,
-                COLUMNS=triton_mlp.BLOCK if scaled else triton_mlp.COLUMNS,
-                **options,
-            ),
-            triton_mlp.NUM_WARPS,
-            (*aligned, "x_stride"),
-        )
-    types = dict(
-        row_weights="*fp32",
-        act_t="*fp8e4nv",
-        act_scales_t="*fp32",
-        weight_grads="*fp32",
-        sums="*fp32",
-        grad_stride="i32",
-        pre_stride="i32",
-        clamp="fp32",
-    )
-    for (name, form), dtype in itertools.product(_forms(), ("bf16", "fp32")):
-        if dtype == "fp32" and not _is_plain(form):
+class _Cast(Launch):
+    """A launch of the FP8 casts."""
+
+    def compile(self) -> Any:
+        """The compiled kernel, for the active driver's target."""
+        options = cast_launch.OPTIONS[self.kernel.fn.__name__]
+        return self.kernel.warmup(*self.arguments.values(), grid=(1,), **options)
+
+
+def _empty(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _columns(rows: int, columns: int, block: tuple[int, int]) -> Fp8Tensor:
+    scales = _empty(rows // block[0], columns // block[1])
+    return Fp8Tensor(_empty(columns, rows, dtype=FP8).t(), scales, block)
+
+
+def _rows(rows: int, columns: int) -> Fp8Tensor:
+    return Fp8Tensor(_empty(rows, columns, dtype=FP8), _empty(columns // 128, rows).t(), mlp_quant.ROW)
+
+
+def _fp8_casts() -> Iterator[_Cast]:
+    rows, columns = 512, 384
+    for dtype, name in ((BF16, "bf16"), (torch.float16, "fp16"), (FP32, "fp32")):
+        outputs = _rows(rows, columns), _columns(rows, columns, mlp_quant.COLUMN)
+        x = _empty(rows, columns, dtype=dtype)
+        yield _Cast(f"both ways, {name}", *cast_launch.cast_arguments(x, None, *outputs))
+    x = _rows(rows, columns)
+    blocks = _columns(rows, columns, mlp_quant.TILE)
+    yield _Cast("columnwise of FP8 rows", *cast_launch.cast_arguments(x.codes, x.scales, None, blocks))
+    for (name, form), dtype in itertools.product(_forms(), (BF16, FP32)):
+        if dtype == FP32 and not _is_plain(form):
             continue
-        for columns, sums in itertools.product((False, True), (False, True)):
-            yield Variant(
-                f"{name} backward{' both ways' if columns else ' rowwise'}{' + sums' if sums else ''}, {dtype}",
-                triton_mlp._activation_backward_kernel,
-                dict(grad=f"*{dtype}", pre=f"*{dtype}", **types, **outputs, **sizes),
-                dict(
-                    WITH_COLUMNS=columns,
-                    WITH_SUMS=sums,
-                    ROWS=triton_mlp.activation_rows(form["ACTIVATION"], form["CLAMP"]),
-                    COLUMNS=triton_mlp.COLUMNS,
-                    **form,
-                    **options,
-                ),
-                triton_mlp.NUM_WARPS,
-                (*aligned, "grad_stride", "pre_stride"),
+        width = columns * (1 if form["ACTIVATION"] == "relu2" else 2)
+        grad, pre = _empty(rows, columns, dtype=dtype), _empty(rows, width, dtype=dtype)
+        for both, sums in itertools.product((False, True), (False, True)):
+            kernel, arguments = cast_launch.activation_backward_arguments(
+                grad,
+                pre,
+                _empty(rows),
+                _rows(rows, width),
+                _columns(rows, width, mlp_quant.COLUMN) if both else None,
+                _columns(rows, columns, mlp_quant.TILE) if both else None,
+                _empty(columns // 128, rows),
+                _empty(rows // 128, width) if sums else None,
+                form["ACTIVATION"],
+                1.0 if form["CLAMP"] else None,
             )
+            forms = f"{' both ways' if both else ' rowwise'}{' + sums' if sums else ''}"
+            yield _Cast(f"{name} backward{forms}, {'bf16' if dtype == BF16 else 'fp32'}", kernel, arguments)
 
 
 def _bias_gradients() -> Iterator[Variant]:
@@ -166,7 +174,7 @@ def _bias_gradients() -> Iterator[Variant]:
             )
 
 
-def variants() -> Iterator[Variant]:
+def variants() -> Iterator[Variant | Launch]:
     """Every kernel and activation for BF16 rows, and every set of types for one activation; 16-byte aligned rows."""
     yield from _fp8_casts()
     yield from _activations()

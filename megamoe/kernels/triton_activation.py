@@ -31,50 +31,76 @@ BACKWARD_REGISTERS = 96
 
 @triton.jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    """In four instructions: without the compiler's care for results below 2^-126, which become 0."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
+        "rcp.approx.ftz.f32 $0, e; }",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
-def _gate(gate, ACTIVATION: tl.constexpr):
-    """What multiplies up, and its derivative."""
+def gate_share(gate, ACTIVATION: tl.constexpr):
+    """The part of ``gate`` that passes, which takes most of the time; for ``relu2`` what is squared."""
     if ACTIVATION == "relu2":
         # A comparison, not a maximum: NaN must pass.
-        relu = tl.where(gate < 0.0, 0.0, gate)
-        value, slope = relu * relu, 2.0 * relu
+        share = tl.where(gate < 0.0, 0.0, gate)
     elif ACTIVATION == "geglu":
         share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
-        value, slope = gate * share, share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
     elif ACTIVATION == "geglu_tanh":
         # (1 + tanh(y)) / 2 = sigmoid(2 y), y = sqrt(2 / pi) (gate + 0.044715 gate^3)
-        square = gate * gate
-        share = _sigmoid(gate * (1.5957691216057308 + 0.07135481282752 * square))
-        value = gate * share
-        slope = share + value * (1.0 - share) * (1.5957691216057308 + 0.21406443848256 * square)
+        share = _sigmoid(gate * (1.5957691216057308 + 0.07135481282752 * (gate * gate)))
     elif ACTIVATION == "swiglu_oai":
         share = _sigmoid(ALPHA * gate)
-        value = gate * share
-        slope = share + ALPHA * value * (1.0 - share)
     else:
         tl.static_assert(ACTIVATION == "swiglu")
         share = _sigmoid(gate)
-        value = gate * share
-        slope = share + value * (1.0 - share)
-    return value, slope
+    return share
+
+
+@triton.jit
+def gate_value(gate, share, ACTIVATION: tl.constexpr):
+    """What multiplies up."""
+    if ACTIVATION == "relu2":
+        gate = share
+    return gate * share
+
+
+@triton.jit
+def gate_slope(gate, share, ACTIVATION: tl.constexpr):
+    """The derivative of ``gate_value``."""
+    if ACTIVATION == "relu2":
+        slope = 2.0 * share
+    elif ACTIVATION == "geglu":
+        slope = share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    else:
+        rise = gate * share * (1.0 - share)
+        if ACTIVATION == "geglu_tanh":
+            rise *= 1.5957691216057308 + 0.21406443848256 * (gate * gate)
+        elif ACTIVATION == "swiglu_oai":
+            rise *= ALPHA
+        slope = share + rise
+    return slope
 
 
 @triton.jit
 def load_pre(pre, row64, col, mask, num_cols, stride, ACTIVATION: tl.constexpr):
     """fp32 gate and up of some rows and columns; ``relu2`` has no up, and gate stands in its place."""
     start = pre + row64 * stride + col
-    gate = tl.load(start, mask=mask).to(tl.float32)
+    gate = tl.load(start, mask=mask, other=0.0).to(tl.float32)
     up = gate
     if ACTIVATION != "relu2":
-        up = tl.load(start + num_cols, mask=mask).to(tl.float32)
+        up = tl.load(start + num_cols, mask=mask, other=0.0).to(tl.float32)
     return gate, up
 
 
 @triton.jit
-def _limit(gate, up, clamp, CLAMP: tl.constexpr):
+def limit(gate, up, clamp, CLAMP: tl.constexpr):
+    """Gate and up within the clamp."""
     if CLAMP:
         # Comparisons, not minimum and maximum: NaN must pass.
         gate = tl.where(gate > clamp, clamp, gate)
@@ -83,37 +109,51 @@ def _limit(gate, up, clamp, CLAMP: tl.constexpr):
 
 
 @triton.jit
-def _factor(up, ACTIVATION: tl.constexpr):
-    """What multiplies the gate's value."""
-    if ACTIVATION == "relu2":
-        up = tl.full(up.shape, 1.0, tl.float32)
-    elif ACTIVATION == "swiglu_oai":
+def times_up(x, up, ACTIVATION: tl.constexpr):
+    """``x`` times what multiplies the gate's value."""
+    if ACTIVATION == "swiglu_oai":
         up += 1.0
-    return up
+    if ACTIVATION != "relu2":
+        x *= up
+    return x
 
 
 @triton.jit
 def activate(gate, up, clamp, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr):
     """The activation without its weight."""
-    gate, up = _limit(gate, up, clamp, CLAMP)
-    value, _ = _gate(gate, ACTIVATION)
-    return value * _factor(up, ACTIVATION)
+    gate, up = limit(gate, up, clamp, CLAMP)
+    return times_up(gate_value(gate, gate_share(gate, ACTIVATION), ACTIVATION), up, ACTIVATION)
+
+
+@triton.jit
+def gate_gradient(gate, upstream, slope, clamp, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr):
+    """The gradient of gate, given that of its value."""
+    result = upstream * slope
+    if ACTIVATION == "relu2":
+        result = tl.where(gate <= 0.0, 0.0, result)
+    if CLAMP:
+        # NaN is not within the limits.
+        result = tl.where(gate <= clamp, result, 0.0)
+    return result
+
+
+@triton.jit
+def up_gradient(up, upstream, value, clamp, CLAMP: tl.constexpr):
+    """The gradient of up, given that of the activation without its weight."""
+    result = upstream * value
+    if CLAMP:
+        result = tl.where(tl.abs(up) <= clamp, result, 0.0)
+    return result
 
 
 @triton.jit
 def activate_backward(gate, up, upstream, clamp, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr):
     """The gradients of gate and up (none for ``relu2``), given that of the activation without its weight."""
-    limited_gate, limited_up = _limit(gate, up, clamp, CLAMP)
-    value, slope = _gate(limited_gate, ACTIVATION)
-    gate_grad = upstream * _factor(limited_up, ACTIVATION) * slope
-    up_grad = upstream * value
-    if ACTIVATION == "relu2":
-        gate_grad = tl.where(gate <= 0.0, 0.0, gate_grad)
-    if CLAMP:
-        # NaN is not within the limits.
-        gate_grad = tl.where(gate <= clamp, gate_grad, 0.0)
-        up_grad = tl.where((up <= clamp) & (up >= -clamp), up_grad, 0.0)
-    return gate_grad, up_grad
+    limited_gate, limited_up = limit(gate, up, clamp, CLAMP)
+    share = gate_share(limited_gate, ACTIVATION)
+    value, slope = gate_value(limited_gate, share, ACTIVATION), gate_slope(limited_gate, share, ACTIVATION)
+    gate_grad = gate_gradient(gate, times_up(upstream, limited_up, ACTIVATION), slope, clamp, ACTIVATION, CLAMP)
+    return gate_grad, up_gradient(up, upstream, value, clamp, CLAMP)
 
 
 # ---------------------------------------------------------------- kernels

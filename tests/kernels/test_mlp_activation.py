@@ -1,11 +1,9 @@
-"""Activations x routing weights between the GEMMs: torch against formulas, and the kernels in Triton's interpreter."""
+"""Activations x routing weights between the GEMMs: torch against formulas, and the kernels in the simulator."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from tests.kernels.test_mlp_quant import FORMS
 from tests.support.metrics import assert_close
 from tests.support.plain_moe import plain_activation
 
-ROOT = Path(__file__).parents[2]
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 # Of a result that is rounded once.
@@ -100,57 +97,46 @@ def assert_agree(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], 
         )
 
 
-IN_INTERPRETER = """
-import contextlib, sys
-import torch
-from megamoe.kernels import mlp_activation
-from tests.kernels.test_mlp_activation import BF16, FP16, FP32, Rows, assert_agree, check, poison
-from tests.kernels.test_mlp_quant import FORMS
+@contextlib.contextmanager
+def simulated():
+    """Kernels compute with any tensors, in the simulator."""
+    pytest.importorskip("triton")
+    pytest.importorskip("greenlet")
+    from megamoe.kernels import triton_activation
+    from tests.support import gluon_sim
 
-torch.manual_seed(int(sys.argv[1]))
-torch.cuda.device = lambda device: contextlib.nullcontext()
-on_triton, on_torch = lambda *tensors: True, mlp_activation.runs_triton
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()))
+        patches.enter_context(mock.patch.object(mlp_activation, "runs_triton", lambda *tensors: True))
+        patches.enter_context(gluon_sim.simulated_launches(triton_activation))
+        yield
 
-for number, form in enumerate(FORMS):
+
+@pytest.mark.parametrize("number", range(len(FORMS)))
+def test_kernels(number, seed):
     dtype = (FP32, BF16, FP16)[number % 3]
     inter = (24, 300, 256, 12, 128)[number % 5]
-    rows = Rows(*form, num_rows=43, inter=inter, dtype=dtype, pre_dtype=FP32 if number % 2 else dtype)
-    mlp_activation.runs_triton = on_triton
-    results = rows.results()
-    # The interpreter cuts bits off instead of rounding.
-    check(rows, results, factor=3.0)
-    less = rows.results(with_act=False)
+    rows = Rows(*FORMS[number], num_rows=43, inter=inter, dtype=dtype, pre_dtype=FP32 if number % 2 else dtype)
+    with simulated():
+        results, less = rows.results(), rows.results(with_act=False)
+    check(rows, results)
     assert less["act"] is None
     assert torch.equal(less["grad_pre"], results["grad_pre"])
     assert torch.equal(less["grad_weights"], results["grad_weights"])
     poison(rows)
-    got = rows.results()
-    mlp_activation.runs_triton = on_torch
-    assert_agree(got, rows.results(), str(form))
-
-mlp_activation.runs_triton = on_triton
-# Column slices, and no rows at all.
-wide = Rows("swiglu", None, num_rows=16, inter=48)
-rows = Rows("swiglu", None, num_rows=16, inter=24)
-rows.pre, rows.grad = wide.pre[:, 8:56], wide.grad[:, 10:34]
-assert rows.pre.stride(0) == 96
-check(rows, rows.results(), factor=3.0)
-assert Rows("geglu", 0.5, num_rows=0).results()["grad_pre"].shape == (0, 48)
-print("done")
-"""
+    with simulated():
+        got = rows.results()
+    assert_agree(got, rows.results(), str(FORMS[number]))
 
 
-def test_kernels_in_the_interpreter(seed):
-    """A process of its own, as triton decides at its import."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", IN_INTERPRETER, str(seed)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout.strip() == "done", done.stderr[-3000:]
+def test_kernels_read_column_slices_and_no_rows(seed):
+    wide = Rows("swiglu", None, num_rows=16, inter=48)
+    rows = Rows("swiglu", None, num_rows=16, inter=24)
+    rows.pre, rows.grad = wide.pre[:, 8:56], wide.grad[:, 10:34]
+    assert rows.pre.stride(0) == 96
+    with simulated():
+        check(rows, rows.results())
+        assert Rows("geglu", 0.5, num_rows=0).results()["grad_pre"].shape == (0, 48)
 
 
 @pytest.mark.gpu

@@ -70,8 +70,8 @@ class PlainFp8Expert:
         value = plain_activation(leaf, self.options.activation, self.options.clamp)
         (grad_pre,) = torch.autograd.grad(value, leaf, grad_act)
         self.grads["up_bias"] = grad_pre.sum(dim=0)
-        self.grads["down_proj"] = fake_quantize(grad, COLUMN).t() @ fake_quantize(act, COLUMN)
-        self.grads["up_proj"] = fake_quantize(grad_pre, COLUMN).t() @ fake_quantize(self.x, COLUMN)
+        self.grads["down_proj"] = fake_quantize(grad, COLUMN).t() @ fake_quantize(act, TILE)
+        self.grads["up_proj"] = fake_quantize(grad_pre, COLUMN).t() @ fake_quantize(self.x, TILE)
         return halves_quantized(grad_pre, self.options.halves, 1, ROW) @ self.up_codes, grad_weight
 
 
@@ -241,6 +241,20 @@ def test_error_against_full_precision(seed):
     for name, error in errors.items():
         low, high = BANDS[name]
         assert low < error < high, errors
+
+
+@pytest.mark.parametrize("kind", ["uniform", "zipf"])
+def test_error_of_each_experts_weight_gradients(kind, seed):
+    """One scale for 128 x 128 rows and activations costs little more than one for each column: 8 % are not reached."""
+    for _ in range(5):
+        routing, weights = random_routing(kind, 200, 4, 2), random_expert_weights(4, 384, 256)
+        x, grad = torch.randn(200, 384), torch.randn(200, 384)
+        actual = run(x, routing, weights, MlpOptions("swiglu", precision="fp8"), grad)
+        exact = run(x.double(), routing, weights.to(torch.float64), MlpOptions("swiglu"), grad.double())
+        for name in ("up_proj", "down_proj"):
+            for expert in routing.topk_index.unique().tolist():
+                error = relative_error(actual[name][expert], exact[name][expert])
+                assert error < 0.08, f"{name}[{expert}]: {error:.4f}"
 
 
 def test_layer_of_deepseek_v3_size(seed):

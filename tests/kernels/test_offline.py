@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from megamoe.kernels import mega, offline, offline_gemm, offline_gemm_k, offline_mega  # noqa: E402
 from megamoe.kernels.gluon import launch  # noqa: E402
-from megamoe.kernels.tiles import Problem, legal_k_tiles, legal_tiles  # noqa: E402
+from megamoe.kernels.tiles import K_FORMS, Problem, legal_k_tiles, legal_tiles  # noqa: E402
 
 # launch/compile_kernels.sh compiles them all; here one or two of each kernel.
 SOME = {
@@ -37,10 +37,13 @@ SOME = {
     r"^swiglu backward \+ activation, bf16 to bf16$": 1,
     r"^swiglu backward both ways, bf16$": 1,
     r"^both ways, bf16$": 1,
+    r"^columnwise of FP8 rows$": 1,
     r"^relu2 x weight, bf16 to fp8e4nv$": 1,
     r"^local (layout, (counts|rows), 128 experts, i64|(send|sum), K = 8, bf16( to bf16)?)$": 4,
+    r"^(router_gemm|select)_kernel, 64 experts$": 2,
     r"^bf16 tn 128x256 4 stages skew 2 .* \+ C to fp32$": 1,
     r"^fp8 tn 128x256 3 stages .* of 8 to bf16$": 1,
+    r"^fp8 tn 128x256 B in blocks 3 stages .* \+ C to fp32$": 1,
 }
 
 
@@ -98,13 +101,14 @@ def test_the_list_has_every_layout_activation_and_tile_for_few_rows():
     assert legal <= listed
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_the_list_has_every_k_grouped_tile_and_result(dtype):
-    kernel = f"k_grouped_{dtype}_gemm_kernel"
+@pytest.mark.parametrize("form", K_FORMS)
+def test_the_list_has_every_k_grouped_tile_and_result(form):
+    kernel, blocks = f"k_grouped_{form.removesuffix('-blocks')}_gemm_kernel", form == "fp8-blocks"
     found = [each for each in offline_gemm_k.launches() if each.kernel.fn.__name__ == kernel]
+    found = [each for each in found if each.constants.get("BLOCKS", False) == blocks]
     assert len({each.key for each in found}) == len(found)
     tiles = {(each.constants["STAGES"], each.constants.get("SKEW", 0)) for each in found}
-    assert tiles == {(tile.stages, tile.skew) for tile in legal_k_tiles(dtype)}
+    assert tiles == {(tile.stages, tile.skew) for tile in legal_k_tiles(form)}
     results = {(each.arguments["d_desc"].base.dtype, each.constants["ADD"]) for each in found}
     assert len(results) == 4
 
@@ -188,7 +192,7 @@ def test_a_brief_run_has_every_kernel():
     assert set(names) == {variant.kernel.fn.__name__ for variant in everything}
     for name in set(names):
         forms = sum(variant.kernel.fn.__name__ == name for variant in everything)
-        gluon = "gemm" in name or name.startswith("mega_moe")
+        gluon = "gemm" in name or name.startswith(("mega_moe", "cast_", "activation_backward_"))
         assert names.count(name) == (-(-forms // 3) if gluon else 1), name
     assert len(offline.chosen_variants("^combine_kernel", brief=True)) == 1
     assert len(offline.chosen_variants("^combine_kernel")) > 1

@@ -34,6 +34,7 @@ INSTRUCTIONS = tuple(
         (r"shfl\.sync\.idx\.b32 (\$\d+), \1, 0, 31, 0xffffffff", "nothing"),
         (r"(?:bar|barrier\.cta)\.(sync|arrive) (\d+), (\d+)", "bar"),
         (r"cp\.async\.bulk\.commit_group", "nothing"),
+        (r"nanosleep\.u32 \d+", "nothing"),
         # Streams run one launch after another here, so a kernel's start waits for nothing.
         (r"griddepcontrol\.(wait|launch_dependents)", "nothing"),
         (r"cp\.async\.bulk\.wait_group(\.read)? (\d+)", "bulk_wait"),
