@@ -90,6 +90,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 200,
     last: Annotated[int, typer.Option(help="Steps at the end whose mean loss counts.")] = 50,
     seeds: Annotated[int, typer.Option(help="Pairs of runs, each from a seed of its own.")] = 16,
+    seed: Annotated[int | None, typer.Option(help="The first of these seeds.")] = None,
     tolerance: Annotated[float, typer.Option(help="Largest mean of the relative differences.")] = TOLERANCE,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     timeout_seconds: Annotated[float, typer.Option(help="Longest wait for another rank.")] = 300.0,
@@ -97,7 +98,7 @@ def main(
     """Train the same model with experts in BF16 and in FP8 and compare the losses; by python or by torchrun."""
     results = []
     try:
-        model, training = configure(preset, {}, {}, {"data": data, "steps": steps, "dtype": "bfloat16"})
+        model, training = configure(preset, {}, {}, {"data": data, "steps": steps, "seed": seed, "dtype": "bfloat16"})
         with open_world(model.moe.num_experts, None, device, timeout_seconds) as world:
             for result in compare(model, training, run_dir, world, last=last, seeds=seeds):
                 results.append(result)

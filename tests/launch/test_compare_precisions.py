@@ -77,6 +77,11 @@ def test_command(losses_by_step):
     assert lines[2].endswith("standard error 1.00%, within 0.50%")
 
 
+def test_first_seed(losses_by_step):
+    lines = run("--seed", "1", "--seeds", "1", "--tolerance", "1").output.splitlines()
+    assert lines[0].startswith("seed 1, ") and len(lines) == 2
+
+
 @pytest.mark.parametrize(("loss", "code", "text"), [(4.05, 0, "+0.42%"), (4.07, 1, "+0.58%"), (3.93, 1, "-0.58%")])
 def test_tolerance(losses_by_step, loss, code, text):
     losses_by_step[1, "fp8"][2] = loss
