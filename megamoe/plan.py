@@ -18,6 +18,9 @@ SMALLEST_ALLOCATION = 4 << 20
 ROW_ELEMENT_BYTES = 2
 """Rows travel as 16-bit numbers at most: gradients do so where activations travel in FP8."""
 
+POOL_BYTES = 384 << 20
+"""Of a mega-kernel's pool at most, unless told otherwise: rows that its experts receive, and activations."""
+
 COLUMN_ALIGN = 16
 """``hidden_size`` is a multiple: rows of FP8 codes are then aligned to 16 bytes."""
 
@@ -87,7 +90,8 @@ class MemoryPlan:
         element = 1 if self.fp8 else ROW_ELEMENT_BYTES
         pool = self.most_rows * self.hidden_size * element
         lines.append(
-            f"Not in it: the rows that a rank's experts receive, at most {self.most_rows:,} = {pool / 2**20:.1f} MiB."
+            f"Not in it: the rows that a rank's experts receive, at most {self.most_rows:,} = {pool / 2**20:.1f} MiB; "
+            f"a mega-kernel holds {POOL_BYTES / 2**20:.0f} MiB of them at most."
         )
         return "\n".join(lines)
 

@@ -33,7 +33,11 @@ _WAITS = {
     flag_words.BARRIER: "to come to barrier {} of this buffer; it has come to barrier {}",
 }
 
-_PARTS = {flag_words.PULLED_ROWS: "rows to be read", flag_words.FINISHED_TILES: "half tiles of GEMM 1"}
+_PARTS = {
+    flag_words.PULLED_ROWS: "rows to be read",
+    flag_words.FINISHED_TILES: "half tiles of GEMM 1",
+    flag_words.CONSUMED_TILES: "tiles of GEMM 2",
+}
 """What programs of a mega-kernel wait for from each other."""
 
 

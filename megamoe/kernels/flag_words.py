@@ -39,6 +39,7 @@ CAPACITY = 16  # with (rows that were needed, rows that there are)
 # Waits inside a mega-kernel, for other programs of the same launch: with (block of rows, what was waited for, seen).
 PULLED_ROWS = 17  # rows of the block that have been read from their ranks
 FINISHED_TILES = 18  # GEMM 1 tiles of the block, in halves of 64 rows
+CONSUMED_TILES = 19  # GEMM 2 tiles that have read the block, whose slot of the pool another one waits for
 ERROR_WORDS = 4
 
 WORD_BYTES = 8

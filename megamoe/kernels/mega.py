@@ -6,6 +6,7 @@ either kind may follow one another on the same memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,7 @@ def call(
     activation: str,
     clamp: float | None,
     all_sms: int,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> list[Launch]:
     """All of a call, from tokens to their outputs.
 
@@ -63,11 +65,13 @@ def call(
         out: ``[T, H]``.
         num_experts: of all ranks.
         activation, clamp: as in ``MoEConfig``.
+        biases: of both GEMMs, fp32 ``[e, 2 I]`` and ``[e, H]``, contiguous: what sums start from. Routing weights then
+            multiply the results of GEMM 2, and not its input. Not with ``settings.turns``.
         all_sms: SMs of the device, for what is done before others wait for it and after.
     """
     return [
         *route(plan, settings, memory, scratch, tokens, routing, num_experts=num_experts, all_sms=all_sms),
-        compute(plan, settings, memory, scratch, up, down, activation=activation, clamp=clamp),
+        compute(plan, settings, memory, scratch, up, down, activation=activation, clamp=clamp, biases=biases),
         *sum_slots(memory, routing[0], out, num_experts=num_experts, all_sms=all_sms),
     ]
 
@@ -130,7 +134,7 @@ def route(
         histograms=histograms,
         capacity=plan.num_rows,
         **{name: scratch[name] for name in ("counts", "starts", "sizes", "row_source", "row_target", "row_weights")},
-        **{name: scratch[name] for name in ("pulled", "finished", "tiles")},
+        **{name: scratch[name] for name in ("pulled", "finished", "consumed", "tiles")},
         programs=settings.sms,
         group=settings.group,
         lag=settings.lag,
@@ -160,30 +164,38 @@ def compute(
     *,
     activation: str,
     clamp: float | None,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Launch:
     """The mega-kernel itself, once ``route`` has made its tables; see ``call``."""
     hidden, rows = plan.memory.hidden_size, scratch["rows"]
     operands = _fp8_operands if plan.memory.fp8 else _bf16_operands
     kernel, specific = operands(plan, settings, memory, scratch, up, down)
+    # Of an FP8 kernel with biases and no clamp ptxas would serialise the products: infinity bounds nothing.
+    bounded = clamp is not None or (biases is not None and plan.memory.fp8)
+    # Nothing is read from where there are none.
+    up_bias, down_bias = biases or (scratch["row_weights"], scratch["row_weights"])
     arguments = dict(
         **specific,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        BIAS=biases is not None,
         **{name: scratch[name] for name in ("tiles", "sizes", "row_source", "row_target", "row_weights")},
-        pulled=scratch["pulled"],
-        finished=scratch["finished"],
+        **{name: scratch[name] for name in ("pulled", "finished", "consumed")},
         error=memory.error,
         budget_ns=memory.budget_ns,
         deltas=memory.deltas,
         words=memory.rows.view(torch.int32),
         slots=memory.slots.view(torch.bfloat16),
         pool_words=rows.view(torch.int32),
-        clamp=0.0 if clamp is None else clamp,
+        pool_rows=rows.shape[0],
+        clamp=(math.inf if bounded else 0.0) if clamp is None else clamp,
         H=hidden,
         INTER=plan.intermediate_size,
         STAGES=settings.stages,
         SKEW=settings.skew,
         CHUNK=min(settings.chunk, triton.next_power_of_2(hidden * rows.element_size() // 4)),
         ACTIVATION=launch.ACTIVATIONS[activation].value,
-        CLAMP=clamp is not None,
+        CLAMP=bounded,
         CONSUMER_REGISTERS=settings.consumer_registers,
         WORKER_REGISTERS=settings.worker_registers,
     )
@@ -210,7 +222,6 @@ def _fp8_operands(
         act_scales=scratch["act_scales"],
         up_scales=up.scales,
         down_scales=down.scales,
-        num_rows=plan.num_rows,
         TURNS=settings.turns,
     )
 

@@ -9,7 +9,7 @@ import torch
 from megamoe.errors import check_int, fail_value
 from megamoe.kernels import flag_words
 from megamoe.kernels.layout import ALIGN, align_up
-from megamoe.plan import MemoryPlan
+from megamoe.plan import POOL_BYTES, MemoryPlan
 from megamoe.types import Fp8Tensor
 
 Weight = Fp8Tensor | torch.Tensor
@@ -26,6 +26,8 @@ ROUTE_PROGRAMS = 32
 """Programs that stage and plan in one launch, if there are no more tokens."""
 
 REGION_ALIGN = 1024
+
+POOL_REGIONS = ("rows", "act", "row_scales", "act_scales")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,16 @@ def choose_settings(
     return MegaSettings(sms=sms, group=group, lag=lag, skew=1 if fp8 else 2)
 
 
+def least_pool_blocks(settings: MegaSettings) -> int:
+    """Blocks that a pool must have room for, if it has not for all: with fewer, programs may wait in a circle.
+
+    A block's rows wait until GEMM 2 has read the block that had its slot before. Before the first tile of GEMM 1 of a
+    group of blocks, the order of tiles has all of GEMM 2 of the groups that are more than ``lag`` behind: so those must
+    be all that its rows wait for, whatever the number of programs. See ``docs/mega_kernel.md``.
+    """
+    return (settings.lag + 1) * settings.group
+
+
 @dataclass(frozen=True)
 class ScratchRegion:
     """A tensor of a rank's own memory: name, dtype, shape and its distance in bytes from the start."""
@@ -78,6 +90,10 @@ class ScratchRegion:
     shape: tuple[int, ...]
     offset: int
 
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class MegaPlan:
@@ -86,7 +102,8 @@ class MegaPlan:
     Attributes:
         memory: of the exchange; rows travel, and GEMMs run, in FP8 or BF16 as ``memory.fp8`` says.
         intermediate_size: I.
-        num_rows: P, rows of the pool.
+        num_rows: P, rows that there are tables for.
+        pool_blocks: blocks of 128 rows that the pool has room for: block b lies in slot ``b % pool_blocks``.
         sms: programs at most.
         chunk: tokens of one source rank that are counted together.
         fused: one launch stages, counts and plans.
@@ -97,6 +114,7 @@ class MegaPlan:
     memory: MemoryPlan
     intermediate_size: int
     num_rows: int
+    pool_blocks: int
     sms: int
     chunk: int
     fused: bool
@@ -113,12 +131,50 @@ class MegaPlan:
         """Tiles of GEMM 2 for each block of rows: 256 columns."""
         return -(-self.memory.hidden_size // 256)
 
+    @property
+    def pool_bytes(self) -> int:
+        """Of rows, activations and their scales."""
+        return sum(region.nbytes for region in self.regions if region.name in POOL_REGIONS)
+
+    def check_pool(self, settings: MegaSettings) -> None:
+        """Programs that run as ``settings`` say never wait for each other in a circle.
+
+        Raises:
+            MegaMoEError: the pool is too small for the order of tiles.
+        """
+        least = least_pool_blocks(settings)
+        if self.pool_blocks < min(least, self.num_rows // ALIGN):
+            fail_value(
+                "pool_bytes",
+                self.pool_bytes,
+                f"must hold (lag + 1) * group = {least} blocks of 128 rows for settings.lag = {settings.lag} and "
+                f"settings.group = {settings.group}, or programs could wait for each other for ever",
+                f"Pass {self.pool_bytes // self.pool_blocks * least}, or lower settings.lag or settings.group.",
+            )
+
+    def explain(self) -> str:
+        """A table of the regions."""
+        memory, blocks = self.memory, self.num_rows // ALIGN
+        width = max(len(str(list(region.shape))) for region in self.regions)
+        lines = [
+            f"Mega-kernel in {'FP8' if memory.fp8 else 'BF16'}: {memory.ep_size} ranks, up to {memory.max_tokens} "
+            f"tokens each, top-{memory.top_k}, hidden size {memory.hidden_size}, intermediate size "
+            f"{self.intermediate_size}",
+            f"{self.num_rows:,} rows at most in {blocks:,} blocks, {self.pool_blocks:,} of them in the pool at a time",
+        ]
+        for region in self.regions:
+            lines.append(f"{region.name:12}  {str(list(region.shape)):{width}}  {region.nbytes:>14,} bytes")
+        for name, nbytes in (("pool", self.pool_bytes), ("total", self.total)):
+            lines.append(f"{name:12}  {'':{width}}  {nbytes:>14,} bytes = {nbytes / 2**20:.1f} MiB on each rank")
+        return "\n".join(lines)
+
     def views(self, scratch: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each region as a tensor: views of ``scratch``, uint8 ``[total]``."""
         out = {}
         for region in self.regions:
-            length = torch.Size(region.shape).numel() * region.dtype.itemsize
-            out[region.name] = scratch[region.offset : region.offset + length].view(region.dtype).view(region.shape)
+            out[region.name] = (
+                scratch[region.offset : region.offset + region.nbytes].view(region.dtype).view(region.shape)
+            )
         return out
 
 
@@ -126,18 +182,24 @@ def next_power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def plan_mega(memory: MemoryPlan, intermediate_size: int, sms: int, num_rows: int | None = None) -> MegaPlan:
+def plan_mega(
+    memory: MemoryPlan, intermediate_size: int, sms: int, num_rows: int | None = None, pool_bytes: int = POOL_BYTES
+) -> MegaPlan:
     """The scratch memory of a mega-kernel: every table and pool that it needs, nothing allocated.
+
+    It grows with the tokens, ranks and slots, the pool up to ``pool_bytes``.
 
     Args:
         memory: of the exchange, planned for the precision of the GEMMs.
         intermediate_size: I.
         sms: programs at most.
-        num_rows: P, rows of the pool, a multiple of 128; default: the most that any routing needs. Rows beyond are lost
-            and reported, as in a dispatch.
+        num_rows: P, rows that there are tables for, a multiple of 128; default: the most that any routing needs. Rows
+            beyond are lost and reported, as in a dispatch.
+        pool_bytes: of the pool at most. A pool that cannot hold all P rows at once takes them in turns; see
+            ``MegaPlan.check_pool``.
 
     Raises:
-        MegaMoEError: a size is not a multiple of 128 or beyond the kernel's limits.
+        MegaMoEError: a size is not a multiple of 128 or beyond the kernel's limits, or the pool holds no block.
     """
     hidden, local = memory.hidden_size, memory.num_local_experts
     for name, size, most in (
@@ -158,16 +220,27 @@ def plan_mega(memory: MemoryPlan, intermediate_size: int, sms: int, num_rows: in
     check_int("num_rows", num_rows, ALIGN)
     if num_rows % ALIGN:
         fail_value("num_rows", num_rows, f"must be a multiple of {ALIGN}", f"Pass {align_up(num_rows)}.")
+    check_int("pool_bytes", pool_bytes, 1)
     groups, act_groups = hidden // 128, intermediate_size // 128
-    if memory.fp8 and num_rows * max(groups, act_groups) >= 2**31:
-        fail_value("num_rows", num_rows, "times the scales of a row must stay below 2^31", "Lower it, or the tokens.")
+    blocks = num_rows // ALIGN
+    # Codes and scales, or BF16.
+    block_bytes = ALIGN * (hidden + intermediate_size) * 2
+    if memory.fp8:
+        block_bytes = ALIGN * (hidden + intermediate_size + 4 * (groups + act_groups))
+    pool_blocks = min(blocks, pool_bytes // block_bytes)
+    if pool_blocks < 1:
+        fail_value("pool_bytes", pool_bytes, f"must hold a block of 128 rows, {block_bytes} bytes", "Raise it.")
+    pool_rows = pool_blocks * ALIGN
+    if memory.fp8 and pool_rows * max(groups, act_groups) >= 2**31:
+        fail_value(
+            "pool_bytes", pool_bytes, f"holds {pool_rows} rows, whose scales must be fewer than 2^31", "Lower it."
+        )
     ranks, pairs = memory.ep_size, memory.ep_size * memory.max_tokens * next_power_of_two(memory.top_k)
     # Enough chunks for all programs; but one chunk costs a look at all counts.
     chunk = 128
     while chunk > 8 and ranks * memory.max_tokens < 2 * chunk * sms:
         chunk //= 2
     chunks, bins = ranks * -(-memory.max_tokens // chunk), max(16, next_power_of_two(local))
-    blocks = num_rows // ALIGN
     # Both round robins may end in gaps of a tile a program.
     tiles = blocks * (act_groups + -(-hidden // 256)) + 2 * sms
     fp32, int32, int64 = torch.float32, torch.int32, torch.int64
@@ -178,24 +251,26 @@ def plan_mega(memory: MemoryPlan, intermediate_size: int, sms: int, num_rows: in
         ("sizes", int32, (1 + ranks,)),
         ("pulled", int32, (blocks,)),
         ("finished", int32, (blocks,)),
+        ("consumed", int32, (blocks,)),
         ("tiles", int32, (tiles, 2)),
         ("histograms", int32, (chunks, bins)),
         ("row_source", int32, (num_rows,)),
         ("row_target", int64, (num_rows,)),
         ("row_weights", fp32, (num_rows,)),
-        ("rows", element, (num_rows, hidden)),
-        ("act", element, (num_rows, intermediate_size)),
+        ("rows", element, (pool_rows, hidden)),
+        ("act", element, (pool_rows, intermediate_size)),
     ]
     if memory.fp8:
-        sizes += [("row_scales", fp32, (groups, num_rows)), ("act_scales", fp32, (act_groups, num_rows))]
+        sizes += [("row_scales", fp32, (groups, pool_rows)), ("act_scales", fp32, (act_groups, pool_rows))]
     regions, offset = [], 0
     for name, dtype, shape in sizes:
         regions.append(ScratchRegion(name, dtype, shape, offset))
-        offset += align_up(torch.Size(shape).numel() * dtype.itemsize, REGION_ALIGN)
+        offset += align_up(regions[-1].nbytes, REGION_ALIGN)
     return MegaPlan(
         memory=memory,
         intermediate_size=intermediate_size,
         num_rows=num_rows,
+        pool_blocks=pool_blocks,
         sms=sms,
         chunk=chunk,
         fused=pairs <= FUSED_ENTRIES,

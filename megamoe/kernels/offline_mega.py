@@ -41,6 +41,12 @@ def _calls() -> Iterator[Movement]:
     for tokens in (64, 8192):
         yield from _call(f"7168 x 2048, {tokens} tokens in FP8", *shape, tokens, staged=True)
     yield from _call("7168 x 2048, clamp", *shape, 64, clamp=10.0)
+    for precision in ("fp8", "bf16"):
+        options = dict(precision=precision, bias=True)
+        yield from _call(f"7168 x 2048, {precision}, biases", *shape, 64, **options)
+        sizes = 2944, 2944, 32, 4, 2, 2048
+        yield from _call(f"2944 x 2944, {precision}, biases", *sizes, activation="swiglu_oai", clamp=7.0, **options)
+    yield from _call("7168 x 2048, geglu, biases", *shape, 64, activation="geglu", bias=True)
     for skew in (2, 3):
         yield from _call(f"7168 x 2048, skew {skew}", *shape, 64, skew=skew)
     yield from _call("7168 x 2048, turns", *shape, 64, turns=True)
@@ -72,6 +78,7 @@ def _call(
     activation: str = "swiglu",
     clamp: float | None = None,
     staged: bool = False,
+    bias: bool = False,
     precision: str = "fp8",
     **settings: Any,
 ) -> Iterator[Movement]:
@@ -96,6 +103,7 @@ def _call(
         activation=activation,
         clamp=clamp,
         all_sms=SMS,
+        biases=(empty(local, 2 * intermediate), empty(local, hidden)) if bias else None,
     )
     for launch in launches:
         yield Movement(f"{launch.kernel.fn.__name__}, mega {name}", launch)

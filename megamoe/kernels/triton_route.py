@@ -1,4 +1,4 @@
-"""Triton kernel that plans a mega-kernel: rows of the pool, their sources and targets, and the order of tiles.
+"""Triton kernel that plans a mega-kernel: rows of the experts, their sources and targets, and the order of tiles.
 
 It takes the exchange's lists as ``triton_dispatch`` stages and counts them, and makes no copy of any row: rows are
 ordered by (expert, source rank, token, slot) here too. All tables are local and written anew in every call, so a call
@@ -8,7 +8,8 @@ Tables, for P rows, each expert's in blocks of 128:
 
 - ``row_source`` int32 [P]: rank << TOKEN_BITS | token, -1 = padding; ``row_target`` int64 [P]: the slot of the result,
   from my first slot, in units of 16 bytes, NO_TARGET = padding; ``row_weights`` fp32 [P].
-- ``pulled``, ``finished`` int32 [P / 128]: the mega-kernel's counters, zeros.
+- ``pulled``, ``finished``, ``consumed`` int32 [P / 128]: the mega-kernel's counters, zeros. Each block has its own,
+  also where blocks share a slot of the pool: so no use of a slot can be taken for another.
 - ``tiles`` int32 pairs: expert | column tile << 8 | rows << 16 | whether of GEMM 2 << 24, and the block. Program p of
   the mega-kernel takes places p, p + programs and so on.
 
@@ -39,7 +40,7 @@ NO_TARGET = tl.constexpr(-(1 << 62))
 
 @triton.jit
 def _blocks(block, total, capacity, BINS: tl.constexpr):
-    """(expert, rows) of blocks of the pool."""
+    """(expert, rows) of blocks."""
     starts, fit, _ = lay_out(total, capacity)
     ends = starts + (fit + (ALIGN - 1)) // ALIGN * ALIGN
     expert = tl.minimum(tl.sum((ends[None, :] <= (block * ALIGN)[:, None]).to(tl.int32), 1), BINS - 1)
@@ -49,8 +50,9 @@ def _blocks(block, total, capacity, BINS: tl.constexpr):
 
 @triton.jit
 def _write_blocks(
-    total, num_blocks, capacity, row_source, row_target, pulled, finished, BINS: tl.constexpr, BLOCKS: tl.constexpr
-):
+    total, num_blocks, capacity, row_source, row_target, pulled, finished, consumed, BINS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Zeroed counters, and marks on padding rows."""
     for first in range(tl.program_id(0) * BLOCKS, num_blocks, tl.num_programs(0) * BLOCKS):
         block = first + tl.arange(0, BLOCKS)
@@ -58,6 +60,7 @@ def _write_blocks(
         expert, rows = _blocks(block, total, capacity, BINS)
         tl.store(pulled + block, tl.zeros([BLOCKS], tl.int32), mask=inside)
         tl.store(finished + block, tl.zeros([BLOCKS], tl.int32), mask=inside)
+        tl.store(consumed + block, tl.zeros([BLOCKS], tl.int32), mask=inside)
         offset = tl.arange(0, ALIGN)
         row = (block * ALIGN)[:, None] + offset[None, :]
         padding = inside[:, None] & (offset[None, :] >= rows[:, None])
@@ -103,8 +106,8 @@ def _write_tiles(
 def route_kernel(
     x, x_stride, index, weights, n, flags, deltas, list_index, list_weights, rows, scales, state, error, budget_ns,
     my_rank, num_experts, max_tokens, min_amax, histograms, capacity, counts, starts, sizes, row_source, row_target,
-    row_weights, pulled, finished, tiles, programs, group, lag, R: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr, H: tl.constexpr, FP8: tl.constexpr,
+    row_weights, pulled, finished, consumed, tiles, programs, group, lag, R: tl.constexpr, LANES: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr, H: tl.constexpr, FP8: tl.constexpr,
     LARGEST: tl.constexpr, STAGE: tl.constexpr, ROWS: tl.constexpr, TABLE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, SUB: tl.constexpr, GROUPS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr,
     BLOCKS: tl.constexpr, TILES: tl.constexpr,
@@ -148,5 +151,5 @@ def route_kernel(
         tl.store(state + COMBINES_SEEN, epochs_ended(state + COMBINES))
     _, _, needed = lay_out(total, capacity)
     num_blocks = tl.minimum(needed, capacity) // ALIGN
-    _write_blocks(total, num_blocks, capacity, row_source, row_target, pulled, finished, BINS, BLOCKS)
+    _write_blocks(total, num_blocks, capacity, row_source, row_target, pulled, finished, consumed, BINS, BLOCKS)
     _write_tiles(total, num_blocks, capacity, tiles, programs, group, lag, UPS, DOWNS, BINS, TILES)

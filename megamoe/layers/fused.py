@@ -18,7 +18,7 @@ from megamoe.kernels.gemm_swiglu import ACTIVATIONS
 from megamoe.kernels.mega_plan import MegaPlan, MegaSettings, Weight, choose_settings, plan_mega
 from megamoe.kernels.reference import FP8_BLOCK
 from megamoe.kernels.weight_cache import K_MULTIPLE, Padding, fp8_copy
-from megamoe.plan import MemoryPlan
+from megamoe.plan import POOL_BYTES, MemoryPlan
 from megamoe.types import ExpertLayout, Fp8Tensor, Routing
 
 if TYPE_CHECKING:
@@ -41,10 +41,13 @@ def mega_moe(
     plan: MemoryPlan | None = None,
     activation: str = "swiglu",
     clamp: float | None = None,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     expert_counts: torch.Tensor | None = None,
     tokens_bound: int | None = None,
     num_rows: int | None = None,
+    pool_bytes: int = POOL_BYTES,
     settings: MegaSettings | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, by one persistent kernel. For inference, on Hopper GPUs.
@@ -60,11 +63,14 @@ def mega_moe(
         buffer: of the group.
         plan: of this layer, from ``plan_memory``; the buffer must cover it. Default: the buffer's own.
         activation: ``swiglu``, ``swiglu_oai``, ``geglu`` or ``geglu_tanh``; clamp: as ``MoEConfig.activation_clamp``.
+        gate_up_bias, down_bias: floating ``[e, 2I]`` and ``[e, H]``, added in fp32; both or neither. With them the
+            routing weight multiplies an expert's result, without them its activation, as in ``MoE``.
         out: where to write: bf16, fp16 or fp32 ``[T, H]`` with contiguous columns. Default: a new bf16 tensor.
         expert_counts: int32 or int64 ``[e]``: the rows that each local expert received are added.
         tokens_bound: tokens at most of any rank in this call, for the choice of settings; default: the plan's.
-        num_rows: rows of the pool, a multiple of 128; default: as many as any routing needs. Rows beyond are lost, and
-            ``buffer.check`` says so.
+        num_rows: rows that this rank's experts can receive, a multiple of 128; default: as many as any routing needs.
+            Rows beyond are lost, and ``buffer.check`` says so.
+        pool_bytes: of the memory that these rows and activations pass through, at most.
         settings: of the kernel; default: chosen by size. Spare SMs for other streams with ``MegaSettings(sms=...)``.
 
     Returns:
@@ -85,16 +91,25 @@ def mega_moe(
     if tokens_bound is not None:
         check_int("tokens_bound", tokens_bound, 0)
     experts = fused_experts(
-        buffer, plan, _parts(down_proj)[0].shape[2], settings=settings, tokens_bound=tokens_bound, num_rows=num_rows
+        buffer,
+        plan,
+        _parts(down_proj)[0].shape[2],
+        settings=settings,
+        tokens_bound=tokens_bound,
+        num_rows=num_rows,
+        pool_bytes=pool_bytes,
     )
     experts.check_tokens(x)
     experts.check_routing(routing, x.shape[0])
     if tokens_bound is not None and tokens_bound < x.shape[0]:
         fail_value("tokens_bound", tokens_bound, f"must not be below this rank's {x.shape[0]} tokens", "Raise it.")
     _check_activation(activation, clamp)
+    biases = _check_biases(gate_up_bias, down_bias, gate_up_proj, experts)
     if torch.is_grad_enabled():
         operands = dict(x=x, topk_weights=routing.topk_weights)
         operands |= dict(gate_up_proj=_parts(gate_up_proj)[0], down_proj=_parts(down_proj)[0])
+        if biases is not None:
+            operands |= dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
         wanted = [name for name, operand in operands.items() if operand.requires_grad]
         if wanted:
             fail_value(
@@ -110,7 +125,8 @@ def mega_moe(
     if expert_counts is not None:
         shape = (plan.num_local_experts,)
         check_tensor("expert_counts", expert_counts, shape, (torch.int32, torch.int64), x.device)
-    result, layout = experts(x, routing, gate_up_proj, down_proj, activation=activation, clamp=clamp, out=out)
+    options = dict(activation=activation, clamp=clamp, biases=biases, out=out)
+    result, layout = experts(x, routing, gate_up_proj, down_proj, **options)
     if expert_counts is not None:
         expert_counts.add_(layout.counts)
     return result
@@ -156,6 +172,24 @@ def _check_activation(activation: str, clamp: float | None) -> None:
     check_choice("activation", activation, ACTIVATIONS)
     if clamp is not None:
         check_number("clamp", clamp, 0.0, exclusive=True)
+
+
+def _check_biases(
+    up: torch.Tensor | None, down: torch.Tensor | None, weight: Weight, experts: FusedExperts
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both biases as the kernel takes them, or None."""
+    if up is None and down is None:
+        return None
+    for name, bias, other in (("gate_up_bias", up, "down_bias"), ("down_bias", down, "gate_up_bias")):
+        if bias is None:
+            fail_value(name, None, f"must not be None where {other} is not", "Pass zeros.")
+    local, columns, hidden = _parts(weight)[0].shape
+    device = experts.buffer.device
+    check_tensor("gate_up_bias", up, (local, columns), FLOATING, device)
+    check_tensor("down_bias", down, (local, hidden), FLOATING, device)
+    if experts.settings.turns:
+        fail_value("settings.turns", True, "must be False with biases", "Set skew.")
+    return up.float().contiguous(), down.float().contiguous()
 
 
 # ---------------------------------------------------------------- calls
@@ -210,14 +244,15 @@ class FusedExperts:
         *,
         activation: str,
         clamp: float | None,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
         out: torch.Tensor | None = None,
         out_dtype: torch.dtype = torch.bfloat16,
     ) -> tuple[torch.Tensor, ExpertLayout]:
         """``out [T, H]``, or where it is None a new tensor in ``out_dtype``, and this rank's rows: void after the next
         call.
 
-        Arguments as in ``mega_moe``, checked. Weights may have any floating dtype: FP8 GEMMs take their FP8 copies, see
-        ``weight_cache``, and BF16 ones BF16 copies, which live for this call.
+        Arguments as in ``mega_moe``, checked; ``biases`` as in ``kernels.mega.call``. Weights may have any floating
+        dtype: FP8 GEMMs take their FP8 copies, see ``weight_cache``, BF16 ones BF16 copies, which live for this call.
         """
         index, weights = routing.topk_index.long().contiguous(), routing.topk_weights.detach().float().contiguous()
         up, up_scales = _parts(gate_up_proj)
@@ -225,14 +260,25 @@ class FusedExperts:
         out_dtype = out_dtype if out is None else out.dtype
         if torch.compiler.is_compiling():
             result, counts, starts = _operator(
-                x, index, weights, up, up_scales, down, down_scales, self.name, activation, clamp, out_dtype
+                x,
+                index,
+                weights,
+                up,
+                up_scales,
+                down,
+                down_scales,
+                *(biases or (None, None)),
+                self.name,
+                activation,
+                clamp,
+                out_dtype,
             )
             if out is not None:
                 result = out.copy_(result)
             return result, ExpertLayout(counts, starts, self.plan.num_rows)
         if out is None:
             out = torch.empty(index.shape[0], self.plan.memory.hidden_size, dtype=out_dtype, device=index.device)
-        return out, self.run(x, index, weights, (up, up_scales), (down, down_scales), out, activation, clamp)
+        return out, self.run(x, index, weights, (up, up_scales), (down, down_scales), out, activation, clamp, biases)
 
     def run(
         self,
@@ -244,6 +290,7 @@ class FusedExperts:
         out: torch.Tensor,
         activation: str,
         clamp: float | None,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> ExpertLayout:
         """An eager call of checked arguments; returns this rank's rows: void after the next call.
 
@@ -251,6 +298,7 @@ class FusedExperts:
             x: ``[T, H]``. None: the tokens lie in the buffer, see ``kernels.mega.call``.
             index, weights: int64 and fp32 ``[T, K]``, contiguous.
             up, down: codes and scales, or a floating weight and None.
+            biases: as in ``kernels.mega.call``.
         """
         from megamoe.kernels import mega
 
@@ -271,6 +319,7 @@ class FusedExperts:
             activation=activation,
             clamp=clamp,
             all_sms=self._all_sms,
+            biases=biases,
         )
         self.buffer.run(launches)
         return ExpertLayout(scratch["counts"], scratch["starts"], self.plan.num_rows)
@@ -303,6 +352,7 @@ def fused_experts(
     settings: MegaSettings | None = None,
     tokens_bound: int | None = None,
     num_rows: int | None = None,
+    pool_bytes: int = POOL_BYTES,
 ) -> FusedExperts:
     """The calls of a layer of ``plan`` and ``intermediate_size`` on ``buffer``: the same object for the same arguments.
 
@@ -322,10 +372,12 @@ def fused_experts(
             fp8=plan.fp8,
         )
     _check_settings(settings, all_sms, plan.fp8)
-    key = (plan, intermediate_size, settings, num_rows)
+    key = (plan, intermediate_size, settings, num_rows, pool_bytes)
     made = buffer.attached.setdefault("fused experts", {})
     if key not in made:
-        made[key] = FusedExperts(buffer, plan_mega(plan, intermediate_size, settings.sms, num_rows), settings, all_sms)
+        mega_plan = plan_mega(plan, intermediate_size, settings.sms, num_rows, pool_bytes)
+        mega_plan.check_pool(settings)
+        made[key] = FusedExperts(buffer, mega_plan, settings, all_sms)
     return made[key]
 
 
@@ -389,6 +441,8 @@ def _operator(
     up_scales: torch.Tensor | None,
     down: torch.Tensor,
     down_scales: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
     experts: str,
     activation: str,
     clamp: float | None,
@@ -397,11 +451,13 @@ def _operator(
     """Outputs ``[T, H]``; counts and starts ``[e]`` of this rank's rows. Not differentiable."""
     calls = exchange_ops.find(experts)
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    layout = calls.run(x, topk_index, topk_weights, (up, up_scales), (down, down_scales), out, activation, clamp)
+    biases = None if up_bias is None else (up_bias, down_bias)
+    operands = x, topk_index, topk_weights, (up, up_scales), (down, down_scales), out
+    layout = calls.run(*operands, activation, clamp, biases)
     return out, layout.counts.clone(), layout.starts.clone()
 
 
 @_operator.register_fake
-def _(x, topk_index, topk_weights, up, up_scales, down, down_scales, experts, activation, clamp, out_dtype):
+def _(x, topk_index, topk_weights, up, up_scales, down, down_scales, up_bias, down_bias, *options):
     counts = topk_index.new_empty(up.shape[0])
-    return x.new_empty(x.shape, dtype=out_dtype), counts, torch.empty_like(counts)
+    return x.new_empty(x.shape, dtype=options[-1]), counts, torch.empty_like(counts)

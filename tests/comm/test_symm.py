@@ -75,6 +75,7 @@ def test_closed_buffers_refuse():
         ((flag_words.CAPACITY, 512, 256, 512), ["512 rows were routed", "the pool has 256", "lost"]),
         ((flag_words.PULLED_ROWS, 7, 128, 3), ["60.0 s for 128 rows to be read of block 7; 3 were", "held SMs"]),
         ((flag_words.FINISHED_TILES, 7, 32, 5), ["for 32 half tiles of GEMM 1 of block 7; 5 were", "fewer SMs"]),
+        ((flag_words.CONSUMED_TILES, 7, 28, 0), ["for 28 tiles of GEMM 2 of block 7; 0 were", "fewer SMs"]),
     ],
 )
 def test_check_says_what_the_error_words_mean(words, texts):

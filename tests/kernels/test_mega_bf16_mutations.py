@@ -36,19 +36,22 @@ TWO = Calls(([40, 40], "one"), ([20, 9], "random"))
 HALF = Calls(([20, 9], "random"))
 FULL = Calls(([40, 40], "one"))
 WIDE = Calls(([40, 40], "one"), intermediate=512)
+# A second block's tiles are stored while the first one's are scattered.
+BLOCKS = Calls(([100, 100], "one"), tokens=100)
 # Tiles of fewer blocks of K than consumer 1 stays behind.
 SHORT = Calls(([40, 40], "one"), ([9, 9], "random"), skew=3, intermediate=128)
 SHORTEST = Calls(([9, 9], "random"), sms=1, hidden=128, intermediate=128)
 
 FREE = "        mbarrier.arrive(empty.index(gl.maximum(it - 1, 0) % STAGES), count=1, pred=k > 0)\n"
 LAST = "    mbarrier.arrive(empty.index((it0 + num_k - 1) % STAGES), count=1)\n"
-WEIGHTED = ", ACTIVATION, CLAMP) * weights[:, None]"
+WEIGHTED = "            act = act * weights[:, None]\n"
+FENCE = "        fence_async_shared()\n"
 ANNOUNCE = "        mbarrier.arrive(results_full.index(C), count=1)\n"
-WAIT = "        mbarrier.wait(results_empty.index(C), (stored & 1) ^ 1)\n"
+WAIT = "        mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)\n"
 
 KERNEL_BUGS = [
     # sums
-    Bug("the first product is lost", HALF, "use_acc=k > 0", "use_acc=k > 1"),
+    Bug("the first product is lost", HALF, "use_acc=BIAS or k > 0", "use_acc=BIAS or k > 1"),
     Bug("a stage is free while its product runs", WIDE, FREE, FREE.replace("gl.maximum(it - 1, 0)", "it")),
     Bug("a stage is never free", HALF, FREE, ""),
     Bug("the last stage is never free", HALF, LAST, ""),
@@ -85,17 +88,22 @@ KERNEL_BUGS = [
         "pieces.activate_gate(right, clamp",
         also=(("multiply_up(gate, right, clamp", "multiply_up(gate, left, clamp"),),
     ),
-    Bug("routing weights are left out", HALF, WEIGHTED, ", ACTIVATION, CLAMP)"),
+    Bug("routing weights are left out", HALF, WEIGHTED, "            pass\n"),
     Bug("routing weights of the next tile", TWO, "routing_weights(tile[1]", "routing_weights(block"),
     Bug("routing weights of the other rows", FULL, "row_weights, LR, C)\n", "row_weights, LR, 0)\n"),
     Bug("GEMM 1 overwrites a buffer in use", WIDE, WAIT + "        d_buf.store", "        d_buf.store"),
-    Bug("GEMM 2 overwrites a buffer in use", TWO, WAIT + "        scatter", "        scatter"),
-    Bug("an activation is not fenced before its store", HALF, "        fence_async_shared()\n", ""),
+    Bug(
+        "GEMM 2 overwrites a buffer in use",
+        BLOCKS,
+        "to tell.\n    " + WAIT,
+        "to tell.\n            pass\n",
+    ),
+    Bug("an activation is not fenced before its store", HALF, FENCE, ""),
     Bug(
         "an activation is announced before it is there",
         HALF,
-        ANNOUNCE,
-        "",
+        FENCE + ANNOUNCE,
+        FENCE,
         also=((WAIT + "        d_buf.store", WAIT + ANNOUNCE + "        d_buf.store"),),
     ),
     Bug(

@@ -10,7 +10,10 @@ import torch.distributed as dist
 
 from megamoe import ExchangeError
 from megamoe.bench.mega import MegaCase, MegaProblem
-from megamoe.kernels.mega_plan import MegaSettings
+from megamoe.kernels.gemm import grouped_bf16_gemm_nt, grouped_fp8_gemm_nt
+from megamoe.kernels.gemm_swiglu import grouped_bf16_gemm_swiglu_nt, grouped_fp8_gemm_swiglu_nt
+from megamoe.kernels.mega_plan import MegaSettings, least_pool_blocks, plan_mega
+from megamoe.kernels.row_groups import RowGroups
 from megamoe.types import Routing
 from tests.support.processes import run_ranks
 
@@ -60,6 +63,73 @@ def check_bits(rank: int, ranks: int, seed: int, precision: str) -> None:
                     problem.buffer.check()
                     assert torch.equal(out, expected), (case, counts, kind, settings)
         problem.buffer.close()
+
+
+def use_pool(problem: MegaProblem, blocks: int) -> None:
+    """Calls of the problem from here on have a pool of ``blocks``."""
+    plan = problem.plan
+    pool_bytes = plan.pool_bytes // plan.pool_blocks * blocks
+    problem.plan = plan_mega(plan.memory, plan.intermediate_size, plan.sms, pool_bytes=pool_bytes)
+    assert problem.plan.pool_blocks == blocks
+    problem.scratch = problem.plan.views(torch.empty(problem.plan.total, dtype=torch.uint8, device=problem.device))
+
+
+def check_pools(rank: int, ranks: int, seed: int, precision: str) -> None:
+    """The smallest pools, one after another, whose slots are taken up to ten times."""
+    case = replace(LARGE, precision=precision)
+    problem = MegaProblem(case, dist.group.WORLD if ranks > 1 else None, seed=seed)
+    chosen = problem.settings()
+    settings = [replace(chosen, group=group, lag=lag) for group, lag in ((1, 1), (4, 1), (4, 2), (8, 1))]
+    settings += [replace(settings[0], turns=True), replace(settings[1], turns=True)] if case.fp8 else []
+    for counts, kind in (((2048, 2048), "random"), ((2048, 37), "holes"), ((2048, 2048), "one"), ((0, 300), "random")):
+        x, routing = problem.tokens(counts[rank])
+        routing = routed(problem, routing, kind)
+        expected = problem.staged(x, routing)
+        for each in settings:
+            for blocks in (least_pool_blocks(each), 3 * least_pool_blocks(each) // 2):
+                use_pool(problem, blocks)
+                out = torch.empty_like(x)
+                call = problem.fused(x, routing, out, each)
+                for turn in range(4):
+                    out.fill_(float("nan"))
+                    call()
+                    problem.buffer.check()
+                    assert torch.equal(out, expected), (counts, kind, each, blocks, turn)
+    problem.buffer.close()
+
+
+def check_biases(rank: int, ranks: int, seed: int, precision: str) -> None:
+    """Also with the smallest pool."""
+    from megamoe.kernels import mega
+
+    problem = MegaProblem(replace(LARGE, precision=precision), dist.group.WORLD if ranks > 1 else None, seed=seed)
+    case, weights, exchange = problem.case, problem.weights, problem.exchange
+    first, second = grouped_fp8_gemm_swiglu_nt, grouped_fp8_gemm_nt
+    if not case.fp8:
+        first, second = grouped_bf16_gemm_swiglu_nt, grouped_bf16_gemm_nt
+    columns = 2 * case.intermediate, case.hidden
+    biases = tuple(torch.randn(weights.experts, n, device=problem.device, generator=problem.generator) for n in columns)
+    x, routing = problem.tokens()
+    rows, handle = exchange.dispatch_once(x, routing, torch.float8_e4m3fn if case.fp8 else torch.bfloat16)
+    groups = RowGroups.psum(handle.layout.ends.to(torch.int32))
+    settings = problem.settings()
+    for activation, clamp in (("swiglu", None), ("swiglu_oai", 7.0)):
+        act = first(rows, weights.up, groups, activation=activation, clamp=clamp, bias=biases[0])
+        results = second(act, weights.down, groups, out_dtype=torch.float32, bias=biases[1])
+        results = (results * handle.row_weights[:, None]).bfloat16()
+        expected = exchange.return_rows(results, handle, torch.bfloat16)
+        for blocks in (problem.plan.num_rows // 128, least_pool_blocks(settings)):
+            use_pool(problem, blocks)
+            out = torch.full_like(x, float("nan"))
+            launches = mega.call(
+                problem.plan, settings, problem.memory, problem.scratch, x, (routing.topk_index, routing.topk_weights),
+                weights.up, weights.down, out, num_experts=case.experts, activation=activation, clamp=clamp,
+                all_sms=problem.sms, biases=biases,
+            )  # fmt: skip
+            problem.buffer.run(launches)
+            problem.buffer.check()
+            assert torch.equal(out, expected), (activation, clamp, blocks)
+    problem.buffer.close()
 
 
 def check_graph(rank: int, ranks: int, seed: int, precision: str, replays: int) -> None:
@@ -112,6 +182,16 @@ def test_bits_of_the_separate_kernels_on_one_rank(precision, seed):
 
 
 @precisions
+def test_pools_on_one_rank(precision, seed):
+    check_pools(0, 1, seed, precision)
+
+
+@precisions
+def test_biases_on_one_rank(precision, seed):
+    check_biases(0, 1, seed, precision)
+
+
+@precisions
 def test_graph_on_one_rank(precision, seed):
     check_graph(0, 1, seed, precision, 100)
 
@@ -120,6 +200,18 @@ def test_graph_on_one_rank(precision, seed):
 @precisions
 def test_bits_of_the_separate_kernels(precision, seed):
     run_ranks(check_bits, 2, seed, precision, backend="nccl", timeout=400)
+
+
+@two_gpus
+@precisions
+def test_pools(precision, seed):
+    run_ranks(check_pools, 2, seed, precision, backend="nccl", timeout=400)
+
+
+@two_gpus
+@precisions
+def test_biases(precision, seed):
+    run_ranks(check_biases, 2, seed, precision, backend="nccl", timeout=400)
 
 
 @two_gpus

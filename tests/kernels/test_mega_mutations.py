@@ -79,6 +79,8 @@ HOLES = Calls(SMALL, ([12, 20], "holes"), ([20, 9], "holes"))
 MANY = Calls(SMALL, ([20, 9], "holes"), ([9, 20], "random"), fused=False)
 WIDE = Calls(MegaSizes(tokens=40, intermediate=512), ([40, 40], "one"))
 IN_TURNS = Calls(SMALL, ([40, 40], "one"), ([20, 9], "random"), turns=True)
+# A second block's tiles are stored while the first one's are scattered.
+BLOCKS = Calls(MegaSizes(tokens=100), ([100, 100], "one"))
 NARROW = Calls(MegaSizes(hidden=384, tokens=9), ([9, 9], "random"))
 
 
@@ -127,14 +129,16 @@ def stuck(module, policy: str, seed: int) -> None:
     assert (phase, block, target) == (flag_words.PULLED_ROWS, 0, 30) and 0 < seen < 30
 
 
-WAIT = "            flags.wait_for_counter(awaited[0], awaited[1], block, awaited[2], error, budget_ns)\n"
+WAIT = "            flags.wait_for_counter(awaited[0], awaited[1], block, awaited[2], error, budget_ns, False)\n"
 FENCE_ON_THE_WAY_OUT = ("        fence.proxy.async; bar.warp.sync", "        bar.warp.sync")
 FREE = "    mbarrier.arrive(results_empty.index(C), count=1)\n"
+TOLD_BEFORE = "        if second == 1:\n            mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)\n"
+STORED_BEFORE = "to tell.\n            mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)\n"
 COUNT = "    flags.add_one(counter)\n"
 STORED = "    wait_global_writes()\n"
 TARGET = "target = (INTER // BLOCK) * (1 + (valid > HALF).to(gl.int32))"
 PULLED = "            flags.add_one(pulled + row // BLOCK)\n"
-PULL = "            to_words = pool_words + row.to(gl.int64) * WORDS\n"
+PULL = "            to_words = pool_words + place.to(gl.int64) * WORDS\n"
 ARRIVE = "        mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)\n"
 
 MEGA_BUGS = [
@@ -181,7 +185,7 @@ MEGA_BUGS = [
     ),
     Bug("a tile is counted before it is stored", HALF, STORED + FREE + COUNT, COUNT + STORED + FREE),
     Bug("a buffer is free before it is stored", WIDE, STORED + FREE + COUNT, FREE + STORED + COUNT),
-    Bug("turns of the other half", TWO, "bars, turn1, block", "bars, turn0, block"),
+    Bug("turns of the other half", TWO, "bars, turn1, row", "bars, turn0, row"),
     # pulling
     Bug(
         "a row is counted before it is there",
@@ -200,7 +204,12 @@ MEGA_BUGS = [
     ),
     Bug("tokens of one's own", HALF, "gl.load(deltas + (source >> TOKEN_BITS)) * 4", "gl.load(deltas) * 4"),
     Bug("scales of another token", HALF, "scales + delta + token * SCALES", "scales + delta + token"),
-    Bug("scales of another row", HALF, "(group + first) * num_rows + row, value", "(group + first) * num_rows, value"),
+    Bug(
+        "scales of another row",
+        HALF,
+        "(group + first) * pool_rows + place, value",
+        "(group + first) * pool_rows, value",
+    ),
     # consumers
     Bug(
         "a half tile's stages are kept",
@@ -225,38 +234,39 @@ MEGA_BUGS = [
     Bug("scales of the other wave", HALF, "scale1 = a * b1\n    for", "scale1 = a * b0\n    for"),
     Bug("scales of the K block before", HALF, "minimum(1, num_k - 1)\n    next0", "minimum(0, num_k - 1)\n    next0"),
     Bug("scales of another expert", HALF, "scales0 = up_scales + (expert *", "scales0 = up_scales + (0 *"),
-    Bug("routing weights are left out", HALF, ", ACTIVATION, CLAMP) * weights[:, None]", ", ACTIVATION, CLAMP)"),
+    Bug("routing weights are left out", HALF, "        act = act * weights[:, None]\n", "        pass\n"),
     Bug("the codes' scale is not the one stored", HALF, "amax * (1.0 / 448.0))", "amax * (1.1 / 448.0))"),
     Bug(
         "GEMM 1 overwrites a buffer in use",
         FULL,
-        "(stored & 1) ^ 1)\n        reinterpret",
-        "stored & 1)\n        reinterpret",
+        "(told & 1) ^ 1)\n        reinterpret",
+        "told & 1)\n        reinterpret",
     ),
-    Bug(
-        "GEMM 2 overwrites a buffer in use",
-        TWO,
-        "        mbarrier.wait(results_empty.index(C), (stored & 1) ^ 1)\n        scatter",
-        "        scatter",
-    ),
+    Bug("consumer 0's GEMM 2 overwrites a buffer in use", TWO, TOLD_BEFORE, "        if second == 1:\n"),
+    Bug("consumer 1's GEMM 2 overwrites a buffer in use", BLOCKS, STORED_BEFORE, "to tell.\n            pass\n"),
     Bug("codes are not fenced before their store", HALF, "        fence_async_shared()\n", ""),
     Bug(
         "scales are stored after the codes are announced",
         HALF,
-        "    gl.store(act_scales + n * num_rows + rows, amax * (1.0 / 448.0))\n",
+        "    gl.store(act_scales + n * pool_rows + rows, amax * (1.0 / 448.0))\n",
         "",
         also=(
             ("(448.0 / amax)[:, None]).to(gl.float8e4nv)", "(448.0 / amax)[:, None]).to(gl.float8e4nv), amax, rows"),
             ("        codes = activate_rows(", "        codes, amax, rows = activate_rows("),
             (
-                "        mbarrier.arrive(results_full.index(C), count=1)\n",
-                "        mbarrier.arrive(results_full.index(C), count=1)\n"
-                "        gl.store(act_scales + n * num_rows + rows, amax * (1.0 / 448.0))\n",
+                "        fence_async_shared()\n        mbarrier.arrive(results_full.index(C), count=1)\n",
+                "        fence_async_shared()\n        mbarrier.arrive(results_full.index(C), count=1)\n"
+                "        gl.store(act_scales + n * pool_rows + rows, amax * (1.0 / 448.0))\n",
             ),
         ),
     ),
     # turns
-    Bug("what the next tile waits for is held back", IN_TURNS, "& (block >= last_block)", "& (block < 0)"),
+    Bug(
+        "what the next tile waits for is held back",
+        IN_TURNS,
+        "second == 1, block >= last_block,",
+        "second == 1, block < 0,",
+    ),
     Bug(
         "a consumer without rows takes no turns",
         IN_TURNS,

@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from megamoe.config import MoEConfig
-from megamoe.kernels.mega_plan import MegaSettings, choose_settings, next_power_of_two, plan_mega
-from megamoe.plan import plan_memory
+from megamoe.kernels.mega_plan import (
+    MegaSettings,
+    choose_settings,
+    least_pool_blocks,
+    next_power_of_two,
+    plan_mega,
+)
+from megamoe.plan import POOL_BYTES, plan_memory
 from tests.support.errors import fails
 
 
@@ -29,6 +35,7 @@ def test_regions():
         sizes=(torch.int32, (3,)),
         pulled=(torch.int32, (5,)),
         finished=(torch.int32, (5,)),
+        consumed=(torch.int32, (5,)),
         tiles=(torch.int32, (5 * (3 + 1) + 2 * 3, 2)),
         histograms=(torch.int32, (2 * 5, 16)),
         row_source=(torch.int32, (640,)),
@@ -39,6 +46,7 @@ def test_regions():
         act=(torch.float8_e4m3fn, (640, 384)),
         act_scales=(torch.float32, (3, 640)),
     )
+    assert plan.pool_blocks == 5 and plan.pool_bytes == 640 * (256 + 384 + 4 * 5)
     assert plan.fused and plan.chunk == 8 and (plan.up_tiles, plan.down_tiles) == (3, 1)
     assert plan_mega(memory(hidden=384), 128, 3).down_tiles == 2
 
@@ -56,7 +64,82 @@ def test_regions_in_bf16():
     assert bf16.total - fp8.total == 640 * (256 + 384) - 5 * 1024 - 8 * 1024
     # No index of scales limits the rows.
     sizes = dict(tokens=1 << 20, hidden=16384, top_k=16, experts=16)
-    assert plan_mega(memory(**sizes, precision="bf16"), 256, 132).num_rows * (16384 // 128) >= 2**31
+    assert plan_mega(memory(**sizes, precision="bf16"), 256, 132, pool_bytes=1 << 50).pool_blocks >= 2**31 // 16384
+
+
+# ---------------------------------------------------------------- the pool
+
+
+def deepseek(tokens, precision="fp8", ranks=8, **options):
+    return plan_mega(memory(7168, 256, 8, ranks, tokens, precision), 2048, 132, **options)
+
+
+@pytest.mark.parametrize(("precision", "block_bytes"), [("fp8", 128 * 9504), ("bf16", 128 * 18432)])
+def test_the_pool_does_not_grow_with_the_worst_case(precision, block_bytes):
+    """A model like DeepSeek-V3 on 8 ranks."""
+    for tokens in (1, 128, 512, 8192, 1 << 17):
+        plan = deepseek(tokens, precision)
+        blocks = plan.num_rows // 128
+        assert plan.num_rows == plan.memory.most_rows
+        assert plan.pool_blocks == min(blocks, POOL_BYTES // block_bytes)
+        assert plan.pool_bytes == plan.pool_blocks * block_bytes <= POOL_BYTES <= 400 << 20
+        # Few tokens have room for all.
+        if tokens != 512:
+            assert (plan.pool_blocks == blocks) == (tokens <= 128)
+        plan.check_pool(choose_settings(tokens=tokens, ranks=8, top_k=8, num_experts=256, sms=132))
+    large = deepseek(8192, precision)
+    shapes = {region.name: region.shape for region in large.regions}
+    assert shapes["rows"] == (large.pool_blocks * 128, 7168) and shapes["act"] == (large.pool_blocks * 128, 2048)
+    assert shapes["consumed"] == (large.num_rows // 128,) and shapes["row_source"] == (large.num_rows,)
+    assert large.total <= 400 << 20
+
+
+def test_the_pool_is_as_large_as_asked_for():
+    whole, one = deepseek(8192, pool_bytes=1 << 40), deepseek(8192, pool_bytes=128 * 9504)
+    assert whole.pool_blocks == whole.num_rows // 128 and one.pool_blocks == 1
+    assert deepseek(8192, pool_bytes=13 * 128 * 9504 - 1).pool_blocks == 12
+    assert whole.total - one.total >= whole.pool_bytes - one.pool_bytes - 4 * 1024
+    for pool_bytes in (0, 128 * 9504 - 1):
+        with fails(ValueError, "pool_bytes", pool_bytes, "must"):
+            deepseek(8192, pool_bytes=pool_bytes)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_grows_with_tokens_ranks_and_slots(precision):
+    sizes = dict(hidden=2048, experts=64, top_k=2, ranks=2, tokens=512, precision=precision)
+    for name in ("tokens", "ranks", "top_k"):
+        plans = [plan_mega(memory(**{**sizes, name: sizes[name] * factor}), 1024, 132) for factor in (1, 2, 4, 8)]
+        # Fewer experts on a rank need less padding.
+        measure = [(plan.pool_bytes, plan.total) for plan in plans] if name != "ranks" else [
+            (plan.pool_bytes, plan.num_rows - 128 * plan.memory.num_local_experts) for plan in plans
+        ]  # fmt: skip
+        assert all(a <= b and c < d for (a, c), (b, d) in zip(measure, measure[1:], strict=False)), name
+
+
+@pytest.mark.parametrize(("group", "lag", "least"), [(1, 1, 2), (4, 2, 12), (8, 1, 16)])
+def test_settings_that_need_a_larger_pool(group, lag, least):
+    settings = MegaSettings(132, group, lag)
+    assert least_pool_blocks(settings) == least
+    block = 128 * 9504
+    deepseek(8192, pool_bytes=least * block).check_pool(settings)
+    small = deepseek(8192, pool_bytes=(least - 1) * block)
+    rule = f"(lag + 1) * group = {least} blocks of 128 rows for settings.lag = {lag} and settings.group = {group}"
+    with fails(ValueError, "pool_bytes", (least - 1) * block, rule):
+        small.check_pool(settings)
+    # Where no block ever waits for a slot, no bound holds.
+    deepseek(1, ranks=1, num_rows=128).check_pool(settings)
+
+
+def test_explain_lists_every_region_and_the_pool():
+    plan = deepseek(8192)
+    text = plan.explain()
+    for region in plan.regions:
+        assert region.name in text and f"{region.nbytes:,}" in text and str(list(region.shape)) in text
+    for number in (plan.num_rows, plan.num_rows // 128, plan.pool_blocks, plan.pool_bytes, plan.total):
+        assert f"{number:,}" in text
+
+
+# ---------------------------------------------------------------- limits
 
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
@@ -95,16 +178,19 @@ def test_sizes_that_run(size):
         (dict(experts=34, top_k=17), ("top_k", 17, "must be at most 16")),
         (dict(tokens=1 << 26, top_k=1), ("tokens", 1 << 26, "must be below 2^26")),
         (dict(num_rows=200), ("num_rows", 200, "must be a multiple of 128")),
-        (dict(tokens=1 << 21, hidden=16384, top_k=16, experts=16), ("num_rows", None, "must stay below 2^31")),
+        (
+            dict(tokens=1 << 21, hidden=16384, top_k=16, experts=16, pool_bytes=1 << 50),
+            ("pool_bytes", 1 << 50, "must be fewer than 2^31"),
+        ),
     ],
     ids=lambda x: "" if isinstance(x, tuple) else str(x),
 )
 def test_sizes_that_do_not(arguments, words):
     arguments = dict(arguments)
     rest = (arguments.pop("intermediate", 256), 132, arguments.pop("num_rows", None))
+    rest += (arguments.pop("pool_bytes", POOL_BYTES),)
     plan = memory(**arguments)
-    name, value, rule = words
-    with fails(ValueError, name, plan.most_rows if value is None else value, rule):
+    with fails(ValueError, *words):
         plan_mega(plan, *rest)
 
 

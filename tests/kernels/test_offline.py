@@ -123,7 +123,7 @@ def test_the_list_has_every_kernel_of_a_mega_call():
         assert {constants[parameter] for constants in routes} == {False, True}
     for kernel in names & {"mega_moe_kernel", "mega_moe_bf16_kernel"}:
         kernels = [each.constants for each in found if each.kernel.fn.__name__ == kernel]
-        for parameter in ("H", "INTER", "SKEW", "CHUNK", "ACTIVATION", "CLAMP"):
+        for parameter in ("H", "INTER", "SKEW", "CHUNK", "ACTIVATION", "CLAMP", "BIAS"):
             assert len({constants[parameter] for constants in kernels}) > 1, (kernel, parameter)
 
 

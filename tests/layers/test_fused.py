@@ -81,7 +81,9 @@ def test_outputs_and_counts(fp8, seed):
             weights=mine.weights.bfloat16(),
         )
         wide = poisoned(len(out), 2 * TWO.hidden, dtype=FP32)
-        call(rank, exchange, odd, sizes, out=wide[:, : TWO.hidden], tokens_bound=8)
+        # In a pool of two blocks.
+        pool = 2 * 128 * (TWO.hidden + TWO.intermediate) * 2
+        call(rank, exchange, odd, sizes, out=wide[:, : TWO.hidden], tokens_bound=8, pool_bytes=pool)
         assert torch.equal(wide[:, : TWO.hidden].bfloat16(), out) and wide[:, TWO.hidden :].isnan().all()
         # All of these calls share their memory.
         assert len(exchange.buffer.attached["scratch"]) == 1
@@ -103,10 +105,11 @@ def test_compiled(fp8, seed):
     torch._dynamo.reset()
 
     up, down = weights(0, sizes)
+    biases = dict(gate_up_bias=torch.randn(4, 256), down_bias=torch.randn(256, 4).t().bfloat16()) if fp8 else {}
 
     def run(rank: int, exchange: PeerExchange):
         def twice(x, index, topk_weights, counts, out):
-            options = dict(settings=SETTINGS, expert_counts=counts, clamp=0.5)
+            options = dict(settings=SETTINGS, expert_counts=counts, clamp=0.5, **biases)
             for turn in range(2):
                 routing = Routing(index, topk_weights)
                 result = mega_moe(x, routing, up, down, exchange.buffer, out=(None, out)[turn], **options)
@@ -134,7 +137,8 @@ def test_scratch_is_shared_by_size_and_goes_with_the_buffer():
         large = fused_experts(buffer, plan, 256, settings=SETTINGS)
         large.scratch()
         middle = fused_experts(buffer, plan, 256, settings=SETTINGS, num_rows=512)
-        assert middle is not large
+        pooled = fused_experts(buffer, plan, 256, settings=SETTINGS, pool_bytes=1 << 18)
+        assert middle is not large and pooled is not large and pooled.plan.pool_bytes <= 1 << 18 < large.plan.pool_bytes
         addresses = [each.scratch()["counts"].data_ptr() for each in (small, large, middle)]
         assert addresses[0] != addresses[1] == addresses[2]
         assert [piece.numel() for piece in buffer.attached["scratch"]] == [small.plan.total, large.plan.total]
@@ -333,7 +337,25 @@ CASES = {
         dict(expert_counts=torch.zeros(3, dtype=torch.int64)), ValueError, "expert_counts.shape", [3], "must be [4]"
     ),
     "bound": (dict(tokens_bound=2), ValueError, "tokens_bound", 2, "must not be below this rank's 3 tokens"),
+    "one bias": (dict(gate_up_bias=torch.zeros(4, 256)), ValueError, "down_bias", None, "must not be None"),
+    "bias shape": (
+        dict(gate_up_bias=torch.zeros(4, 256), down_bias=torch.zeros(4, 128)),
+        ValueError, "down_bias.shape", [4, 128], "must be [4, 256]",
+    ),
+    "biases in turns": (
+        dict(
+            gate_up_bias=torch.zeros(4, 256), down_bias=torch.zeros(4, 256), settings=replace(SETTINGS, turns=True)
+        ),
+        ValueError, "settings.turns", True, "must be False with biases",
+    ),
+    "bias gradients": (
+        dict(gate_up_bias=torch.zeros(4, 256), down_bias=torch.zeros(4, 256).requires_grad_()),
+        ValueError, "down_bias", "requires_grad", "gets no gradient",
+    ),
     "rows": (dict(num_rows=100), ValueError, "num_rows", 100, "must be at least 128"),
+    "pool": (
+        dict(pool_bytes=128 * 396), ValueError, "pool_bytes", 128 * 396, "must hold (lag + 1) * group = 2 blocks"
+    ),
     "settings": (dict(settings=4), TypeError, "settings", "int", "must be a MegaSettings"),
     "skew": (
         dict(settings=MegaSettings(2, 1, 1, skew=4)), ValueError, "settings.skew", 4, "must be below stages = 4"

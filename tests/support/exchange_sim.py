@@ -118,8 +118,9 @@ class Tokens:
 
 def make_tokens(sizes: Sizes, counts: Sequence[int], routing: str = "random") -> list[Tokens]:
     """Random tokens of each rank. ``routing``: random, one (all to the last expert), none, holes, twice (one expert in
-    all of a token's slots)."""
-    out = []
+    all of a token's slots), each (all experts in turn)."""
+    out, first = [], 0
+    order = torch.randperm(sizes.experts)
     for count in counts:
         scores = torch.rand(count, sizes.experts)
         index = scores.topk(sizes.top_k, dim=1).indices
@@ -130,6 +131,9 @@ def make_tokens(sizes: Sizes, counts: Sequence[int], routing: str = "random") ->
             index = torch.full_like(index, -1)
         elif routing == "twice":
             index = index[:, :1].expand(-1, sizes.top_k).contiguous()
+        elif routing == "each":
+            index = order[(first + torch.arange(index.numel())) % sizes.experts].view(index.shape)
+            first += index.numel()
         elif routing == "holes":
             holes = torch.rand(index.shape)
             index = torch.where(holes < 0.3, -1, torch.where(holes > 0.9, sizes.experts + 5, index))

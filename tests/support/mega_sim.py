@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from megamoe.kernels import mega, reference
-from megamoe.kernels.mega_plan import MegaPlan, MegaSettings, plan_mega
+from megamoe.kernels.mega_plan import MegaPlan, MegaSettings, least_pool_blocks, plan_mega
 from megamoe.kernels.peer_rows import Launch
 from megamoe.kernels.quant import quantize_rowwise
 from megamoe.types import ExpertLayout, Fp8Tensor
 from tests.support.exchange_sim import Sizes, Tokens, World, expected_rows, make_tokens, poisoned
 from tests.support.gluon_sim import Simulation
+from tests.support.mega_order import order_of_tiles, unfinished
 
 SETTINGS = MegaSettings(sms=2, group=1, lag=1)
 BLOCK = (128, 128)
@@ -45,11 +46,25 @@ def weights_of(rank: int, local: int, hidden: int, intermediate: int, fp8: bool 
 
 
 class MegaWorld(World):
-    """All ranks' symmetric memory and their own scratch. ``fused``: calls take three launches, else five."""
+    """All ranks' symmetric memory and their own scratch.
 
-    def __init__(self, sizes: MegaSizes, fused: bool = True, num_rows: int | None = None, sms: int = SETTINGS.sms):
+    ``fused``: calls take three launches, else five. ``pool_blocks``: of the pool; default: as many as there can be.
+    """
+
+    def __init__(
+        self,
+        sizes: MegaSizes,
+        fused: bool = True,
+        num_rows: int | None = None,
+        sms: int = SETTINGS.sms,
+        pool_blocks: int | None = None,
+    ):
         super().__init__(sizes)
         plan = plan_mega(self.plan, sizes.intermediate, sms, num_rows)
+        if pool_blocks is not None:
+            pool_bytes = plan.pool_bytes // plan.pool_blocks * pool_blocks
+            plan = plan_mega(self.plan, sizes.intermediate, sms, num_rows, pool_bytes)
+            assert plan.pool_blocks == pool_blocks
         self.mega_plan: MegaPlan = replace(plan, fused=fused)
         # A storage for each tensor, so that the simulator knows its elements.
         self.scratch = [
@@ -70,8 +85,9 @@ class MegaWorld(World):
         settings: MegaSettings = SETTINGS,
         clamp: float | None = None,
         activation: str = "swiglu",
+        biases: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> list[Launch]:
-        """A rank's call, with poisoned outputs."""
+        """A rank's call, with poisoned outputs. ``biases``: of each rank."""
         mine.out = poisoned(mine.index.shape[0], self.sizes.hidden, dtype=torch.bfloat16)
         return mega.call(
             self.mega_plan,
@@ -86,6 +102,7 @@ class MegaWorld(World):
             activation=activation,
             clamp=clamp,
             all_sms=2,
+            biases=None if biases is None else biases[rank],
         )
 
     def route(self, rank: int, mine: Tokens, settings: MegaSettings) -> list[Launch]:
@@ -172,10 +189,17 @@ def check_outputs(
 
 
 def run_calls(
-    sizes: MegaSizes, policy: str, seed: int, calls: Sequence[tuple[list[int], str]], fused: bool = True, **options: Any
+    sizes: MegaSizes,
+    policy: str,
+    seed: int,
+    calls: Sequence[tuple[list[int], str]],
+    fused: bool = True,
+    pool_blocks: int | None = None,
+    **options: Any,
 ) -> list[list[Tokens]]:
     """Calls one after another, (tokens of each rank, routing): nothing of one may reach another."""
-    world, done = MegaWorld(sizes, fused, sms=options.get("settings", SETTINGS).sms), []
+    sms = options.get("settings", SETTINGS).sms
+    world, done = MegaWorld(sizes, fused, sms=sms, pool_blocks=pool_blocks), []
     for counts, routing in calls:
         tokens = make_tokens(sizes, counts, routing)
         add_mega_call(world, tokens, **options)
@@ -204,7 +228,7 @@ def check_tables(world: MegaWorld, tokens: list[Tokens], rank: int, settings: Me
     for r, other in enumerate(tokens):
         assert torch.equal(scratch["row_weights"][:used][source == r], other.weights.flatten()[pair[source == r]])
     blocks = used // 128
-    assert not scratch["pulled"][:blocks].any() and not scratch["finished"][:blocks].any()
+    assert not any(scratch[name][:blocks].any() for name in ("pulled", "finished", "consumed"))
 
     heights = here.view(-1, 128).sum(1).tolist()
     owner = torch.repeat_interleave(torch.arange(sizes.local), -(-expected.counts // 128)).tolist()
@@ -221,12 +245,7 @@ def check_tables(world: MegaWorld, tokens: list[Tokens], rank: int, settings: Me
     for second in (0, 1):
         share = [sum(tile[0] == second for tile in mine) for mine in order]
         assert max(share) - min(share) <= 1
-    # Every program goes on until a tile of GEMM 2 misses one of GEMM 1.
-    left, moved = [ups] * blocks, True
-    while moved:
-        moved = False
-        for mine in order:
-            while mine and (mine[0][0] == 0 or not left[mine[0][1]]):
-                left[mine[0][1]] -= mine.pop(0)[0] == 0
-                moved = True
-    assert not any(order)
+    # The order that programs come to the end of with the smallest pool.
+    short = [[tile[:2] for tile in mine] for mine in order]
+    assert short == order_of_tiles(blocks, ups, downs, programs, settings.group, settings.lag)
+    assert not unfinished(short, ups, downs, least_pool_blocks(settings))

@@ -63,6 +63,12 @@ def _now():
 
 
 @gluon.jit
+def _sleep():
+    """Some 0.5 us."""
+    gl.inline_asm_elementwise("nanosleep.u32 500; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _report(error, phase, first, second, third):
     """Sets the error words, unless they are set; every lane tries."""
     gl.inline_asm_elementwise(
@@ -79,8 +85,11 @@ def _report(error, phase, first, second, third):
 
 
 @gluon.jit
-def wait_for_counter(counter, target, block, phase, error, budget_ns):
-    """Waits until ``counter`` of a block of rows has reached ``target``."""
+def wait_for_counter(counter, target, block, phase, error, budget_ns, PATIENT: gl.constexpr):
+    """Waits until ``counter`` of a block of rows has reached ``target``.
+
+    PATIENT: for long waits that nobody waits for at once. A look with acquire empties the SM's first cache.
+    """
     seen = load_counter(counter)
     if seen < target:
         start = _now()
@@ -91,6 +100,8 @@ def wait_for_counter(counter, target, block, phase, error, budget_ns):
         while (seen < target) & (waited <= budget):
             seen = load_counter(counter)
             waited = _now() - start
+            if PATIENT:
+                _sleep()
         if seen < target:
             _report(error, phase, block, target, seen)
     fence_proxies()

@@ -28,6 +28,8 @@ from megamoe.kernels.gluon.mega_pieces import (
     routing_weights,
     scatter_rows,
     store_tiles,
+    tell_read,
+    tile_biases,
     unpack,
 )
 
@@ -36,23 +38,31 @@ from megamoe.kernels.gluon.mega_pieces import (
 
 @gluon.jit
 def sum_tile(
-    it0, num_k, turn, bars, bufs, LEAST: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, LEADS: gl.constexpr,
-    C: gl.constexpr,
+    it0, num_k, turn, starts, bars, bufs, LEAST: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr,
+    LEADS: gl.constexpr, BIAS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """fp32 sums [64, 256] of ``num_k`` stages from number ``it0`` on.
 
     Args:
         turn: number of the tile. LEAST: of any tile's ``num_k``.
+        starts: with BIAS, pointers to what the sums of either half start from.
     """
     full, empty, lead, results_full, results_empty = bars
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
-    sums = warpgroup_mma_init(gl.full([HALF, 2 * BLOCK], 0.0, gl.float32, L))
+    if BIAS:
+        cols = gl.arange(0, 2 * BLOCK, layout=gl.SliceLayout(0, L))
+        left = gl.load(starts[0] + cols % BLOCK)
+        right = gl.load(starts[1] + cols % BLOCK)
+        start = gl.where(cols < BLOCK, left, right)
+        sums = warpgroup_mma_init(gl.full([HALF, 2 * BLOCK], 0.0, gl.float32, L) + start[None, :])
+    else:
+        sums = warpgroup_mma_init(gl.full([HALF, 2 * BLOCK], 0.0, gl.float32, L))
     for k in range(num_k):
         it = it0 + k
         s = it % STAGES
         mbarrier.wait(full.index(s), (it // STAGES) & 1)
         b = bufs[1].index(s).permute((1, 0))
-        sums = warpgroup_mma(bufs[0].index(s * 2 + C), b, sums, use_acc=k > 0, is_async=True)
+        sums = warpgroup_mma(bufs[0].index(s * 2 + C), b, sums, use_acc=BIAS or k > 0, is_async=True)
         sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
         mbarrier.arrive(empty.index(gl.maximum(it - 1, 0) % STAGES), count=1, pred=k > 0)
         if C == 0:
@@ -68,10 +78,10 @@ def sum_tile(
 
 @gluon.jit
 def finish_tile(
-    tile, total, weights, bars, d_bufs, row_target, slots, clamp, stored, H: gl.constexpr, ACTIVATION: gl.constexpr,
-    CLAMP: gl.constexpr, C: gl.constexpr,
+    tile, total, weights, bars, d_bufs, row_target, slots, clamp, told, H: gl.constexpr, ACTIVATION: gl.constexpr,
+    CLAMP: gl.constexpr, BIAS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a tile ``(word, block)``. ``stored``: tiles of GEMM 1 before; returns those with this one."""
+    """The epilogue of a tile ``(word, block)``. ``told``: as in ``tell_read``; returns those with this one."""
     full, empty, lead, results_full, results_empty = bars
     word, block = tile
     expert, n, valid, second = unpack(word)
@@ -79,21 +89,29 @@ def finish_tile(
     left, right = pieces.halves(total)
     if second == 0:
         gate = pieces.activate_gate(left, clamp, ACTIVATION, CLAMP)
-        act = pieces.multiply_up(gate, right, clamp, ACTIVATION, CLAMP) * weights[:, None]
-        mbarrier.wait(results_empty.index(C), (stored & 1) ^ 1)
+        act = pieces.multiply_up(gate, right, clamp, ACTIVATION, CLAMP)
+        if not BIAS:
+            act = act * weights[:, None]
+        mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)
         d_buf.store(act.to(gl.bfloat16))
         fence_async_shared()
         mbarrier.arrive(results_full.index(C), count=1)
     else:
-        mbarrier.wait(results_empty.index(C), (stored & 1) ^ 1)
+        if C == 1:
+            # Consumer 0 has waited to tell.
+            mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)
+        if BIAS:
+            left = left * weights[:, None]
+            right = right * weights[:, None]
         scatter_rows(d_buf, left, right, row_target, block * BLOCK + C * HALF, slots, n, H)
-    return stored + 1 - second
+    return told + 1 - second
 
 
 @gluon.jit
 def consume(
-    bars, bufs, d_bufs, tables, slots, clamp, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr,
-    SKEW: gl.constexpr, LEADS: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, C: gl.constexpr,
+    bars, bufs, d_bufs, tables, slots, biases, clamp, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr,
+    SKEW: gl.constexpr, LEADS: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C, rows 64 C .. 64 C + 63 of each tile: consumer 1 stays behind consumer 0."""
     full, empty, lead, results_full, results_empty = bars
@@ -108,7 +126,7 @@ def consume(
     place = gl.program_id(0)
     it0 = 0
     turn = 0
-    stored = 0
+    told = 0
     word, block = read_tile(tiles, place, end)
     while place < end:
         tile = (word, block)
@@ -120,9 +138,13 @@ def consume(
         num_k = UP_K if second == 0 else DOWN_K
         if valid > C * HALF:
             weights = routing_weights(tile[1], row_weights, LR, C)
-            total = sum_tile(it0, num_k, turn, bars, bufs, LEAST, STAGES, SKEW, LEADS, C)
-            stored = finish_tile(
-                tile, total, weights, bars, d_bufs, row_target, slots, clamp, stored, H, ACTIVATION, CLAMP, C
+            starts = biases
+            if BIAS:
+                starts = tile_biases(tile[0], biases, H, INTER)
+            total = sum_tile(it0, num_k, turn, starts, bars, bufs, LEAST, STAGES, SKEW, LEADS, BIAS, C)
+            told = tell_read(bars, told, second, C)
+            told = finish_tile(
+                tile, total, weights, bars, d_bufs, row_target, slots, clamp, told, H, ACTIVATION, CLAMP, BIAS, C
             )
         else:
             for k in range(num_k):
@@ -139,20 +161,22 @@ def consume(
 @gluon.jit(do_not_specialize=["budget_ns", "clamp"])
 def mega_moe_bf16_kernel(
     rows_desc, up_desc, act_desc, down_desc, store_desc, tiles, sizes, row_source, row_target, row_weights, pulled,
-    finished, error, budget_ns, deltas, words, slots, pool_words, clamp, H: gl.constexpr, INTER: gl.constexpr,
-    STAGES: gl.constexpr, SKEW: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    finished, consumed, error, budget_ns, deltas, words, slots, pool_words, up_bias, down_bias, pool_rows, clamp,
+    H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, CHUNK: gl.constexpr,
+    ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One launch; e local experts, P rows of the pool.
+    """One launch; e local experts, P rows at most, S rows of the pool.
 
     Args:
-        rows_desc, act_desc: bf16 [P, H] and [P, I], boxes [64, 64]. store_desc: as ``act_desc``, boxes [64, 128].
+        rows_desc, act_desc: bf16 [S, H] and [S, I], boxes [64, 64]. store_desc: as ``act_desc``, boxes [64, 128].
         up_desc, down_desc: bf16 [e * 2 I, H] and [e * H, I], boxes [128, 64].
-        tiles: int32 pairs, see ``triton_route``. sizes: int32, the rows of the pool that are in use.
+        tiles: int32 pairs, see ``triton_route``. sizes: int32, the rows that there are.
         row_source, row_target, row_weights: [P], see ``triton_route``.
-        pulled, finished: int32 [P / 128], zeros.
+        pulled, finished, consumed: int32 [P / 128], zeros.
         error, budget_ns, deltas: as in ``PeerMemory``. words, slots: my part of the symmetric memory.
-        pool_words: the same memory as the descriptor's.
+        pool_words: the same memory as the descriptor's. pool_rows: S, a multiple of 128.
+        up_bias, down_bias: with BIAS, as in ``mega_moe_kernel``.
     """
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, HALF, HALF], rows_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * BLOCK, HALF], up_desc.layout)
@@ -179,28 +203,35 @@ def mega_moe_bf16_kernel(
     bars = (full, empty, lead, results_full, results_empty)
     bufs = (a_bufs, b_bufs)
     tables = (tiles, sizes, row_source, row_target, row_weights)
-    counters = (pulled, finished)
+    counters = (pulled, finished, consumed)
     # Nothing is read from where scales would be.
     peers = (deltas, words, words)
     descs = (rows_desc, up_desc, act_desc, down_desc, rows_desc, act_desc)
     waits = (error, budget_ns)
+    biases = (up_bias, down_bias)
     # Barriers and shared memory are made ready while the tables are still being written.
     pieces.wait_for_previous_kernel()
     gl.warp_specialize(
         [
             (
                 consume,
-                (bars, bufs, d_bufs, tables, slots, clamp, H, INTER, STAGES, SKEW, LEADS, ACTIVATION, CLAMP, 0),
+                (
+                    bars, bufs, d_bufs, tables, slots, biases, clamp, H, INTER, STAGES, SKEW, LEADS, ACTIVATION, CLAMP,
+                    BIAS, 0,
+                ),
             ),
             (
                 consume,
-                (bars, bufs, d_bufs, tables, slots, clamp, H, INTER, STAGES, SKEW, LEADS, ACTIVATION, CLAMP, 1),
+                (
+                    bars, bufs, d_bufs, tables, slots, biases, clamp, H, INTER, STAGES, SKEW, LEADS, ACTIVATION, CLAMP,
+                    BIAS, 1,
+                ),
             ),
-            (load_tiles, (descs, bars, bufs, tables, counters, waits, H, INTER, STAGES, False)),
-            (store_tiles, (store_desc, bars, d_bufs, tables, counters, H, INTER, None)),
-            (pull_rows, (tables, counters, peers, pool_words, pool_words, 0, H, CHUNK, False, 0)),
-            (pull_rows, (tables, counters, peers, pool_words, pool_words, 0, H, CHUNK, False, 1)),
+            (load_tiles, (descs, bars, bufs, tables, counters, waits, pool_rows, H, INTER, STAGES, False)),
+            (store_tiles, (store_desc, bars, d_bufs, tables, counters, pool_rows, H, INTER, None)),
+            (pull_rows, (tables, counters, waits, peers, pool_words, pool_words, pool_rows, H, CHUNK, False, 0)),
+            (pull_rows, (tables, counters, waits, peers, pool_words, pool_words, pool_rows, H, CHUNK, False, 1)),
         ],
         [4, 1, 1, 1, 1],
         [CONSUMER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS],
-    )
+    )  # fmt: skip

@@ -1,18 +1,21 @@
 """The FP8 mega-kernel for Hopper: tokens in from all ranks, both expert GEMMs, results out to all ranks. Device code.
 
-One launch, as many programs as SMs, which must all run at once since they wait for each other's work. Rows of the pool
-are grouped by expert, each expert's in blocks of 128 rows. Roles of a program:
+One launch, as many programs as SMs, which must all run at once since they wait for each other's work. Rows are grouped
+by expert, each expert's in blocks of 128 rows. Blocks take the slots of a pool in turns. Roles of a program:
 
-- two warps pull rows: in the pool's order they copy each from the rank that owns its token, and count it in its block;
+- two warps pull rows: in the order of blocks they copy each from the rank that owns its token into the pool, once
+  GEMM 2 has read the block that had the slot before, and count it in its block;
 - the loader warp feeds a ring of stages by TMA; tiles of GEMM 1 wait for their block's rows, tiles of GEMM 2 for their
   block's tiles of GEMM 1, and while they do the weights stream in;
 - two consumers of four warps own 64 rows each of a tile of 128 x 256, as two waves of 128 columns. GEMM 1 takes gate
   and up of the same 128 columns, so that both meet in one thread; its result is activated, weighted and cast to FP8.
   GEMM 2's goes straight into the slots of the tokens' ranks;
-- the storer warp writes tiles of GEMM 1 to memory and counts them, while their consumers go on.
+- the storer warp writes tiles of GEMM 1 to memory and counts them, and tiles of GEMM 2 that have read their rows, while
+  consumers go on.
 
 Tiles come from a table in which GEMM 2 of a group of blocks trails GEMM 1 by a lag. Every wait is for an earlier tile
-of that order, so the first unfinished tile can always go on. Tiles of at most 64 rows leave consumer 1 out.
+of that order, if the pool is not too small (``mega_plan.least_pool_blocks``), so the first unfinished tile can always
+go on. Tiles of at most 64 rows leave consumer 1 out.
 
 Consumers either take turns for each wave, as in ``fp8`` (TURNS), or consumer 1 stays SKEW blocks of K behind, so that
 one's epilogue runs under the other's products. Sums and epilogues have the same bits as the grouped GEMMs'. Their loop
@@ -33,13 +36,17 @@ from megamoe.kernels.gluon.mega_pieces import (
     BLOCK,
     HALF,
     RESULTS_LAYOUT,
+    bias_rows,
     end_of_tiles,
     load_tiles,
+    pool_row,
     pull_rows,
     read_tile,
     routing_weights,
     scatter_rows,
     store_tiles,
+    tell_read,
+    tile_biases,
     unpack,
 )
 from megamoe.kernels.gluon.spelling import reinterpret
@@ -56,8 +63,8 @@ def wave(s, half, C: gl.constexpr, partial, bufs):
 
 @gluon.jit
 def sum_tile(
-    it0, num_k, turn, next0, next1, scales0, scales1, bars, bufs, LEAST: gl.constexpr, STAGES: gl.constexpr,
-    SKEW: gl.constexpr, LEADS: gl.constexpr, C: gl.constexpr,
+    it0, num_k, turn, next0, next1, scales0, scales1, starts, bars, bufs, LEAST: gl.constexpr, STAGES: gl.constexpr,
+    SKEW: gl.constexpr, LEADS: gl.constexpr, BIAS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """fp32 sums of both waves: each product of 128 along K is scaled and added up in registers.
 
@@ -67,11 +74,15 @@ def sum_tile(
     Args:
         it0, num_k: first stage and number of blocks of K. turn: number of the tile. LEAST: of any tile's ``num_k``.
         scales0, scales1: pointers to the scales of B of either wave; next0, next1: their first values.
+        starts: with BIAS, pointers to what the sums of either wave start from.
     """
     full, empty, lead, results_full, results_empty = bars
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     LR: gl.constexpr = gl.SliceLayout(1, L)
-    f1 = gl.full([HALF, BLOCK], 0.0, gl.float32, L)
+    if BIAS:
+        f1 = bias_rows(starts[1], L)
+    else:
+        f1 = gl.full([HALF, BLOCK], 0.0, gl.float32, L)
     s = it0 % STAGES
     mbarrier.wait(full.index(s), (it0 // STAGES) & 1)
     running = wave(s, 0, C, f1, bufs)
@@ -83,6 +94,8 @@ def sum_tile(
     a = bufs[2].index(s * 2 + C).reshape([HALF]).load(LR)
     q = warpgroup_mma_wait(0, deps=[running])
     f0 = q * (a * b0)[:, None]
+    if BIAS:
+        f0 += bias_rows(starts[0], L)
     running1 = wave(s, 1, C, q, bufs)
     scale1 = a * b1
     for k in range(1, num_k):
@@ -133,47 +146,58 @@ def weight_scales(word, up_scales, down_scales, H: gl.constexpr, INTER: gl.const
 
 @gluon.jit
 def activate_rows(
-    f0, f1, weights, clamp, act_scales, row, n, num_rows, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr
+    f0, f1, weights, clamp, act_scales, row, n, pool_rows, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
-    """activation(gate) * up * routing weight in FP8; the scales, max(amax, 1e-10) / 448 of each row, go to memory."""
+    """activation(gate) * up * routing weight in FP8, with BIAS without the weight.
+
+    The scales, max(amax, 1e-10) / 448 of each row, go to memory.
+    """
     L: gl.constexpr = f0.type.layout
     gate = pieces.activate_gate(f0, clamp, ACTIVATION, CLAMP)
-    act = pieces.multiply_up(gate, f1, clamp, ACTIVATION, CLAMP) * weights[:, None]
+    act = pieces.multiply_up(gate, f1, clamp, ACTIVATION, CLAMP)
+    if not BIAS:
+        act = act * weights[:, None]
     amax = gl.maximum(gl.max(gl.abs(act), 1), pieces.MIN_AMAX)
     rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, L))
-    gl.store(act_scales + n * num_rows + rows, amax * (1.0 / 448.0))
+    gl.store(act_scales + n * pool_rows + rows, amax * (1.0 / 448.0))
     return (act * (448.0 / amax)[:, None]).to(gl.float8e4nv)
 
 
 @gluon.jit
 def finish_tile(
-    tile, f0, f1, weights, bars, d_bufs, tables, slots, act_scales, num_rows, clamp, stored, H: gl.constexpr,
-    ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
+    tile, f0, f1, weights, bars, d_bufs, tables, slots, act_scales, pool_rows, clamp, told, H: gl.constexpr,
+    ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a tile ``(word, block)``. ``stored``: tiles of GEMM 1 before; returns those with this one."""
+    """The epilogue of a tile ``(word, block)``. ``told``: as in ``tell_read``; returns those with this one."""
     full, empty, lead, results_full, results_empty = bars
     tiles, sizes, row_source, row_target, row_weights = tables
     word, block = tile
     expert, n, valid, second = unpack(word)
-    row = block * BLOCK + C * HALF
     d_buf = d_bufs.index(C)
     if second == 0:
-        codes = activate_rows(f0, f1, weights, clamp, act_scales, row, n, num_rows, ACTIVATION, CLAMP)
-        mbarrier.wait(results_empty.index(C), (stored & 1) ^ 1)
+        row = pool_row(block, pool_rows) + C * HALF
+        codes = activate_rows(f0, f1, weights, clamp, act_scales, row, n, pool_rows, ACTIVATION, CLAMP, BIAS)
+        mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)
         reinterpret(d_buf, gl.float8e4nv, [HALF, BLOCK], CODES).store(codes)
         fence_async_shared()
         mbarrier.arrive(results_full.index(C), count=1)
     else:
-        mbarrier.wait(results_empty.index(C), (stored & 1) ^ 1)
-        scatter_rows(d_buf, f0, f1, row_target, row, slots, n, H)
-    return stored + 1 - second
+        if C == 1:
+            # Consumer 0 has waited to tell.
+            mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)
+        if BIAS:
+            f0 = f0 * weights[:, None]
+            f1 = f1 * weights[:, None]
+        scatter_rows(d_buf, f0, f1, row_target, block * BLOCK + C * HALF, slots, n, H)
+    return told + 1 - second
 
 
 @gluon.jit
 def consume_tiles(
-    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H: gl.constexpr,
+    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, biases, pool_rows, clamp, H: gl.constexpr,
     INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, LEADS: gl.constexpr, ACTIVATION: gl.constexpr,
-    CLAMP: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
+    CLAMP: gl.constexpr, BIAS: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C, rows 64 C .. 64 C + 63 of each tile: consumer 1 stays behind consumer 0."""
     full, empty, lead, results_full, results_empty = bars
@@ -187,7 +211,7 @@ def consume_tiles(
     place = gl.program_id(0)
     it0 = 0
     turn = 0
-    stored = 0
+    told = 0
     word, block = read_tile(tiles, place, end)
     scales0, scales1, next0, next1 = weight_scales(word, up_scales, down_scales, H, INTER)
     while place < end:
@@ -200,13 +224,18 @@ def consume_tiles(
         num_k = UP_K if second == 0 else DOWN_K
         if valid > C * HALF:
             weights = routing_weights(tile[1], row_weights, LR, C)
+            starts = biases
+            if BIAS:
+                starts = tile_biases(tile[0], biases, H, INTER)
             f0, f1 = sum_tile(
-                it0, num_k, turn, next0, next1, scales0, scales1, bars, bufs, LEAST, STAGES, SKEW, LEADS, C
+                it0, num_k, turn, next0, next1, scales0, scales1, starts, bars, bufs, LEAST, STAGES, SKEW, LEADS, BIAS,
+                C,
             )  # fmt: skip
+            told = tell_read(bars, told, second, C)
             scales0, scales1, next0, next1 = weight_scales(word, up_scales, down_scales, H, INTER)
-            stored = finish_tile(
-                tile, f0, f1, weights, bars, d_bufs, tables, slots, act_scales, num_rows, clamp, stored, H, ACTIVATION,
-                CLAMP, CODES, C,
+            told = finish_tile(
+                tile, f0, f1, weights, bars, d_bufs, tables, slots, act_scales, pool_rows, clamp, told, H, ACTIVATION,
+                CLAMP, BIAS, CODES, C,
             )  # fmt: skip
         else:
             scales0, scales1, next0, next1 = weight_scales(word, up_scales, down_scales, H, INTER)
@@ -220,15 +249,16 @@ def consume_tiles(
 
 @gluon.jit
 def consume_in_turns(
-    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H: gl.constexpr,
+    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, pool_rows, clamp, H: gl.constexpr,
     INTER: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, CODES: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """The same, taking turns with the other consumer for each wave; a tile is finished under the next one's first wave.
 
     What is held back until then may be what the next tile waits for: GEMM 2 of the same block, or of a later one whose
-    GEMM 1 another program holds back in turn. Then it is finished before. GEMM 2 of an earlier block is no danger: a
-    chain of such waits comes to ever earlier blocks, and ends.
+    GEMM 1 another program holds back in turn; or rows that wait for the slot of a block of the same group. Then it is
+    finished before. GEMM 2 of an earlier block is no danger, nor are rows that wait for an earlier group's: a chain of
+    such waits comes to ever earlier blocks, and ends.
     """
     full, empty, lead, results_full, results_empty = bars
     tiles, sizes, row_source, row_target, row_weights = tables
@@ -239,7 +269,7 @@ def consume_in_turns(
     end = end_of_tiles(sizes, H, INTER)
     place = gl.program_id(0)
     it = 0
-    stored = 0
+    told = 0
     held = 0
     f0 = gl.full([HALF, BLOCK], 0.0, gl.float32, L)
     f1 = gl.full([HALF, BLOCK], 0.0, gl.float32, L)
@@ -253,12 +283,14 @@ def consume_in_turns(
     while place < end:
         expert, n, valid, second = unpack(word)
         num_k = UP_K if second == 0 else DOWN_K
-        awaited = (second == 1) & (last_word >> 24 == 0) & (block >= last_block)
+        # A group is at most half of a pool that is used again.
+        reused = (block * BLOCK >= pool_rows) & ((block - last_block) * BLOCK > pool_rows // 2)
+        awaited = (last_word >> 24 == 0) & gl.where(second == 1, block >= last_block, reused)
         if (held == 1) & (awaited | (valid <= C * HALF)):
             weights = routing_weights(last_block, row_weights, LR, C)
-            stored = finish_tile(
-                (last_word, last_block), f0, f1, weights, bars, d_bufs, tables, slots, act_scales, num_rows, clamp,
-                stored, H, ACTIVATION, CLAMP, CODES, C,
+            told = finish_tile(
+                (last_word, last_block), f0, f1, weights, bars, d_bufs, tables, slots, act_scales, pool_rows,
+                clamp, told, H, ACTIVATION, CLAMP, False, CODES, C,
             )  # fmt: skip
             held = 0
         if valid > C * HALF:
@@ -275,9 +307,9 @@ def consume_in_turns(
             pieces.pass_turn(C)
             if held == 1:
                 weights1 = routing_weights(last_block, row_weights, LR, C)
-                stored = finish_tile(
-                    (last_word, last_block), f0, f1, weights1, bars, d_bufs, tables, slots, act_scales, num_rows, clamp,
-                    stored, H, ACTIVATION, CLAMP, CODES, C,
+                told = finish_tile(
+                    (last_word, last_block), f0, f1, weights1, bars, d_bufs, tables, slots, act_scales, pool_rows,
+                    clamp, told, H, ACTIVATION, CLAMP, False, CODES, C,
                 )  # fmt: skip
             p = warpgroup_mma_wait(0, deps=[running])
             f0 = p * (a * b0)[:, None]
@@ -310,6 +342,7 @@ def consume_in_turns(
                 scale1 = a * b1
             p = warpgroup_mma_wait(0, deps=[running1])
             mbarrier.arrive(empty.index(it % STAGES), count=1)
+            told = tell_read(bars, told, second, C)
             f1 += p * scale1[:, None]
             it += 1
             held = 1
@@ -330,26 +363,27 @@ def consume_in_turns(
     if held == 1:
         weights2 = routing_weights(last_block, row_weights, LR, C)
         finish_tile(
-            (last_word, last_block), f0, f1, weights2, bars, d_bufs, tables, slots, act_scales, num_rows, clamp, stored,
-            H, ACTIVATION, CLAMP, CODES, C,
+            (last_word, last_block), f0, f1, weights2, bars, d_bufs, tables, slots, act_scales, pool_rows, clamp,
+            told, H, ACTIVATION, CLAMP, False, CODES, C,
         )  # fmt: skip
 
 
 @gluon.jit
 def consume(
-    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H: gl.constexpr,
+    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, biases, pool_rows, clamp, H: gl.constexpr,
     INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, LEADS: gl.constexpr, TURNS: gl.constexpr,
-    ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
+    ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     if TURNS:
+        gl.static_assert(not BIAS)
         consume_in_turns(
-            bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H, INTER, STAGES,
-            ACTIVATION, CLAMP, CODES, C,
+            bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, pool_rows, clamp, H,
+            INTER, STAGES, ACTIVATION, CLAMP, CODES, C,
         )  # fmt: skip
     else:
         consume_tiles(
-            bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H, INTER, STAGES,
-            SKEW, LEADS, ACTIVATION, CLAMP, CODES, C,
+            bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, biases, pool_rows, clamp, H, INTER,
+            STAGES, SKEW, LEADS, ACTIVATION, CLAMP, BIAS, CODES, C,
         )  # fmt: skip
 
 
@@ -359,24 +393,27 @@ def consume(
 @gluon.jit(do_not_specialize=["budget_ns", "clamp"])
 def mega_moe_kernel(
     rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc, tiles, sizes, row_source, row_target,
-    row_weights, pulled, finished, error, budget_ns, deltas, words, scales, slots, pool_words, pool_scales, act_scales,
-    up_scales, down_scales, num_rows, clamp, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr,
-    SKEW: gl.constexpr, TURNS: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr,
+    row_weights, pulled, finished, consumed, error, budget_ns, deltas, words, scales, slots, pool_words, pool_scales,
+    act_scales, up_scales, down_scales, up_bias, down_bias, pool_rows, clamp, H: gl.constexpr, INTER: gl.constexpr,
+    STAGES: gl.constexpr, SKEW: gl.constexpr, TURNS: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr,
+    CLAMP: gl.constexpr, BIAS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One launch; e local experts, P rows of the pool.
+    """One launch; e local experts, P rows at most, S rows of the pool.
 
     Args:
-        rows_desc, act_desc: e4m3 [P, H] and [P, I], boxes [64, 128].
+        rows_desc, act_desc: e4m3 [S, H] and [S, I], boxes [64, 128].
         up_desc, down_desc: e4m3 [e * 2 I, H] and [e * H, I], boxes [128, 128].
-        row_scales_desc, act_scales_desc: fp32 [H / 128, P] and [I / 128, P], boxes [1, 64].
-        tiles: int32 pairs, see ``triton_route``. sizes: int32, the rows of the pool that are in use.
+        row_scales_desc, act_scales_desc: fp32 [H / 128, S] and [I / 128, S], boxes [1, 64].
+        tiles: int32 pairs, see ``triton_route``. sizes: int32, the rows that there are.
         row_source, row_target, row_weights: [P], see ``triton_route``.
-        pulled, finished: int32 [P / 128], zeros.
+        pulled, finished, consumed: int32 [P / 128], zeros.
         error, budget_ns, deltas: as in ``PeerMemory``. words, scales, slots: my part of the symmetric memory.
         pool_words, pool_scales, act_scales: the same memory as the descriptors'.
         up_scales, down_scales: fp32 [e, 2 I / 128, H / 128] and [e, H / 128, I / 128].
-        num_rows: P.
+        up_bias, down_bias: with BIAS, fp32 [e, 2 I] and [e, H]: what the sums start from. Routing weights then multiply
+            the rows that are sent, not the activations.
+        pool_rows: S, a multiple of 128.
     """
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, HALF, BLOCK], rows_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, BLOCK, BLOCK], up_desc.layout)
@@ -404,10 +441,11 @@ def mega_moe_kernel(
     bars = (full, empty, lead, results_full, results_empty)
     bufs = (a_bufs, b_bufs, s_bufs)
     tables = (tiles, sizes, row_source, row_target, row_weights)
-    counters = (pulled, finished)
+    counters = (pulled, finished, consumed)
     peers = (deltas, words, scales)
     descs = (rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc)
     waits = (error, budget_ns)
+    biases = (up_bias, down_bias)
     CODES: gl.constexpr = rows_desc.layout
     # Barriers and shared memory are made ready while the tables are still being written.
     pieces.wait_for_previous_kernel()
@@ -416,21 +454,21 @@ def mega_moe_kernel(
             (
                 consume,
                 (
-                    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H, INTER,
-                    STAGES, SKEW, LEADS, TURNS, ACTIVATION, CLAMP, CODES, 0,
+                    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, biases, pool_rows, clamp, H,
+                    INTER, STAGES, SKEW, LEADS, TURNS, ACTIVATION, CLAMP, BIAS, CODES, 0,
                 ),
             ),
             (
                 consume,
                 (
-                    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, num_rows, clamp, H, INTER,
-                    STAGES, SKEW, LEADS, TURNS, ACTIVATION, CLAMP, CODES, 1,
+                    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, biases, pool_rows, clamp, H,
+                    INTER, STAGES, SKEW, LEADS, TURNS, ACTIVATION, CLAMP, BIAS, CODES, 1,
                 ),
             ),
-            (load_tiles, (descs, bars, bufs, tables, counters, waits, H, INTER, STAGES, True)),
-            (store_tiles, (act_desc, bars, d_bufs, tables, counters, H, INTER, CODES)),
-            (pull_rows, (tables, counters, peers, pool_words, pool_scales, num_rows, H, CHUNK, True, 0)),
-            (pull_rows, (tables, counters, peers, pool_words, pool_scales, num_rows, H, CHUNK, True, 1)),
+            (load_tiles, (descs, bars, bufs, tables, counters, waits, pool_rows, H, INTER, STAGES, True)),
+            (store_tiles, (act_desc, bars, d_bufs, tables, counters, pool_rows, H, INTER, CODES)),
+            (pull_rows, (tables, counters, waits, peers, pool_words, pool_scales, pool_rows, H, CHUNK, True, 0)),
+            (pull_rows, (tables, counters, waits, peers, pool_words, pool_scales, pool_rows, H, CHUNK, True, 1)),
         ],
         [4, 1, 1, 1, 1],
         [CONSUMER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS],

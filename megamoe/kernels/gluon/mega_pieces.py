@@ -12,7 +12,7 @@ from megamoe.kernels.gluon import flags, pieces
 from megamoe.kernels.gluon.spelling import cta_barrier, reinterpret, tma_load, tma_store, wait_global_writes
 
 BLOCK = gl.constexpr(128)
-"""Rows of a pool block and of a tile, columns of half a tile, columns of a group of scales, bytes of K in a stage."""
+"""Rows of a block and of a tile, columns of half a tile, columns of a group of scales, bytes of K in a stage."""
 
 HALF = gl.constexpr(64)
 """Rows of a consumer, and columns of K in a stage of BF16."""
@@ -26,6 +26,7 @@ NO_TARGET = gl.constexpr(-(1 << 62))
 
 PULLED_ROWS = gl.constexpr(flag_words.PULLED_ROWS)
 FINISHED_TILES = gl.constexpr(flag_words.FINISHED_TILES)
+CONSUMED_TILES = gl.constexpr(flag_words.CONSUMED_TILES)
 TOKEN_BITS = gl.constexpr(flag_words.TOKEN_BITS)
 
 RESULTS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))
@@ -62,6 +63,12 @@ def read_tile(tiles, place, end):
 def unpack(word):
     """(expert, column tile, rows, whether of GEMM 2) of a tile's first word; the second is its block."""
     return word & 255, (word >> 8) & 255, (word >> 16) & 255, word >> 24
+
+
+@gluon.jit
+def pool_row(block, pool_rows):
+    """Where the rows of a block start in the pool, which all blocks take in turns."""
+    return block * BLOCK % pool_rows
 
 
 # ---------------------------------------------------------------- the loader
@@ -129,7 +136,7 @@ def load_tile(
         if flags.load_counter(awaited[0]) < awaited[1]:
             for k in range(AHEAD):
                 load_weights(it + k, first, second, k, two, b_desc, bars, bufs, STAGES, SCALED)
-            flags.wait_for_counter(awaited[0], awaited[1], block, awaited[2], error, budget_ns)
+            flags.wait_for_counter(awaited[0], awaited[1], block, awaited[2], error, budget_ns, False)
             for k in range(AHEAD):
                 load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, SCALED)
             start = AHEAD + 0
@@ -150,13 +157,13 @@ def load_tile(
 
 @gluon.jit
 def load_tiles(
-    descs, bars, bufs, tables, counters, waits, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr,
+    descs, bars, bufs, tables, counters, waits, pool_rows, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr,
     SCALED: gl.constexpr,
 ):  # fmt: skip
     """The loader. Without SCALED any descriptors stand for those of scales."""
     rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc = descs
     tiles, sizes, row_source, row_target, row_weights = tables
-    pulled, finished = counters
+    pulled, finished, consumed = counters
     STEP: gl.constexpr = BLOCK if SCALED else HALF
     UP_K: gl.constexpr = H // STEP
     DOWN_K: gl.constexpr = INTER // STEP
@@ -170,7 +177,7 @@ def load_tiles(
         expert, n, valid, second = unpack(word)
         two = valid > HALF
         this = block
-        row = block * BLOCK
+        row = pool_row(block, pool_rows)
         place += gl.num_programs(0)
         word, block = read_tile(tiles, place, end)
         following = counter_of(word, block, pulled, finished, INTER)
@@ -212,11 +219,12 @@ def store_half(act_desc, d_bufs, bars, turn, row, n, counter, CODES: gl.constexp
 
 @gluon.jit
 def store_tiles(
-    act_desc, bars, d_bufs, tables, counters, H: gl.constexpr, INTER: gl.constexpr, CODES: gl.constexpr
+    act_desc, bars, d_bufs, tables, counters, pool_rows, H: gl.constexpr, INTER: gl.constexpr, CODES: gl.constexpr
 ):  # fmt: skip
-    """The storer: activated tiles into the pool of GEMM 2's rows."""
+    """The storer: activated tiles into the pool of GEMM 2's rows. It also counts the tiles of GEMM 2 that have read."""
+    full, empty, lead, results_full, results_empty = bars
     tiles, sizes, row_source, row_target, row_weights = tables
-    pulled, finished = counters
+    pulled, finished, consumed = counters
     end = end_of_tiles(sizes, H, INTER)
     place = gl.program_id(0)
     turn0 = 0
@@ -225,11 +233,17 @@ def store_tiles(
         word, block = read_tile(tiles, place, end)
         expert, n, valid, second = unpack(word)
         if second == 0:
-            store_half(act_desc, d_bufs, bars, turn0, block * BLOCK, n, finished + block, CODES, 0)
+            row = pool_row(block, pool_rows)
+            store_half(act_desc, d_bufs, bars, turn0, row, n, finished + block, CODES, 0)
             turn0 += 1
             if valid > HALF:
-                store_half(act_desc, d_bufs, bars, turn1, block * BLOCK, n, finished + block, CODES, 1)
+                store_half(act_desc, d_bufs, bars, turn1, row, n, finished + block, CODES, 1)
                 turn1 += 1
+        else:
+            mbarrier.wait(results_full.index(0), turn0 & 1)
+            mbarrier.arrive(results_empty.index(0), count=1)
+            flags.add_one(consumed + block)
+            turn0 += 1
         place += gl.num_programs(0)
 
 
@@ -238,12 +252,16 @@ def store_tiles(
 
 @gluon.jit
 def pull_rows(
-    tables, counters, peers, pool_words, pool_scales, num_rows, H: gl.constexpr, CHUNK: gl.constexpr,
+    tables, counters, waits, peers, pool_words, pool_scales, pool_rows, H: gl.constexpr, CHUNK: gl.constexpr,
     SCALED: gl.constexpr, J: gl.constexpr,
 ):  # fmt: skip
-    """One warp: every ``num_programs * PULLERS``-th row of the pool from the rank of its token, SCALED with scales."""
+    """One warp: every ``num_programs * PULLERS``-th row from the rank of its token, SCALED with scales.
+
+    A row waits until its slot's last block is done with. What else is written into the slot comes after its rows.
+    """
     tiles, sizes, row_source, row_target, row_weights = tables
-    pulled, finished = counters
+    pulled, finished, consumed = counters
+    error, budget_ns = waits
     deltas, words, scales = peers
     WORDS: gl.constexpr = H // 4 if SCALED else H // 2
     SCALES: gl.constexpr = H // BLOCK if SCALED else 0
@@ -260,11 +278,17 @@ def pull_rows(
             token = (source & ((1 << TOKEN_BITS) - 1)).to(gl.int64)
             from_words = words + delta + token * WORDS
             from_scales = scales + delta + token * SCALES
-            to_words = pool_words + row.to(gl.int64) * WORDS
+            place = row % pool_rows
+            if row >= pool_rows:
+                before = (row - pool_rows) // BLOCK
+                reads = columns_tiles(H) + before * 0
+                phase = CONSUMED_TILES + before * 0
+                flags.wait_for_counter(consumed + before, reads, before, phase, error, budget_ns, True)
+            to_words = pool_words + place.to(gl.int64) * WORDS
             for first in gl.static_range(0, SCALES, 64):
                 inside = group + first < SCALES
                 value = gl.load(from_scales + first + group, mask=inside)
-                gl.store(pool_scales + (group + first) * num_rows + row, value, mask=inside)
+                gl.store(pool_scales + (group + first) * pool_rows + place, value, mask=inside)
             for start in range(0, WORDS, CHUNK):
                 chunk = gl.load(from_words + start + col, mask=col + start < WORDS)
                 gl.store(to_words + start + col, chunk, mask=col + start < WORDS)
@@ -273,6 +297,21 @@ def pull_rows(
 
 
 # ---------------------------------------------------------------- consumers
+
+
+@gluon.jit
+def tell_read(bars, told, second, C: gl.constexpr):
+    """Consumer 0 tells the storer that a tile of GEMM 2 has been summed up, and so read, for both.
+
+    ``told``: tiles that the storer was told of before; returns those with this one.
+    """
+    full, empty, lead, results_full, results_empty = bars
+    if C == 0:
+        if second == 1:
+            mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)
+            mbarrier.arrive(results_full.index(C), count=1)
+        told += second
+    return told
 
 
 @gluon.jit
@@ -293,6 +332,28 @@ def scatter_rows(d_buf, f0, f1, row_target, row, slots, n, H: gl.constexpr):
     if H % (2 * BLOCK) != 0:
         wanted = wanted & ((2 * n + 1) * BLOCK < H)
     gl.store(pointers + BLOCK, d_buf.load(B), mask=wanted)
+
+
+@gluon.jit
+def tile_biases(word, biases, H: gl.constexpr, INTER: gl.constexpr):
+    """Pointers to the biases of both halves of a tile's columns; of a half beyond the last column to any."""
+    up_bias, down_bias = biases
+    expert, n, valid, second = unpack(word)
+    bias0 = up_bias + expert * (2 * INTER) + n * BLOCK
+    bias1 = bias0 + INTER
+    if second == 1:
+        bias0 = down_bias + expert * H + n * (2 * BLOCK)
+        bias1 = bias0 + BLOCK
+        if H % (2 * BLOCK) != 0:
+            bias1 = bias0 + gl.where((2 * n + 1) * BLOCK < H, BLOCK, 0)
+    return bias0, bias1
+
+
+@gluon.jit
+def bias_rows(bias, L: gl.constexpr):
+    """fp32 [64, 128], the same in each row."""
+    values = gl.load(bias + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, L)))
+    return gl.full([HALF, BLOCK], 0.0, gl.float32, L) + values[None, :]
 
 
 @gluon.jit
