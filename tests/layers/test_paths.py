@@ -46,7 +46,7 @@ def test_collective(changes, reason):
         (dict(needs_grad=True), "gradients are recorded"),
         (dict(device_obstacle="no Hopper"), "no Hopper"),
         (dict(precision="bf16", intermediate_size=100), "beyond the mega-kernel's limits: intermediate_size = 100"),
-        (dict(bias=True), "adds no biases"),
+        (dict(bias=True), "takes separate kernels"),
         (dict(activation="relu2"), "no activation without gate (relu2)"),
         (dict(hidden_size=272), "beyond the mega-kernel's limits: hidden_size = 272: must be a multiple of 128"),
         (dict(intermediate_size=18433), "beyond the mega-kernel's limits: intermediate_size = 18560"),
@@ -85,8 +85,9 @@ def test_replicas_count():
 def test_one_rank_needs_no_links():
     """It takes any dtype and any number of tokens; what was measured decides."""
     alone = dict(ranks=1, unreachable="nobody is there")
-    assert choose(**alone).path == "staged"
-    assert choose(**alone, crossovers=[Crossover(1, 1, None, "")]).path == "fused"
+    decoding, others = (replace(CONFIG, max_tokens_per_rank=tokens) for tokens in (128, 129))
+    assert choose(decoding, **alone).path == "fused" and choose(others, **alone).path == "staged"
+    assert choose(others, **alone, crossovers=[Crossover(1, 1, None, "")]).path == "fused"
     for changes in (dict(device="cpu", device_obstacle="no GPU"), dict(dtype=torch.float64)):
         assert choose(**alone, **changes).path == "staged"
     assert choose(replace(CONFIG, max_tokens_per_rank=None), **alone).path == "staged"

@@ -180,8 +180,8 @@ def test_what_the_mega_kernel_cannot_do_is_staged_and_told(buffers, caplog):
     assert made.make(4) == (4, "buffer 1")
     assert path_of(made) == ("staged", "staged") and made._fused is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "inference  staged: the mega-kernel adds no biases" in caplog.text
-    assert made.explain().splitlines()[0] == "inference  staged: the mega-kernel adds no biases"
+    assert "inference  staged: a layer with biases takes separate kernels" in caplog.text
+    assert made.explain().splitlines()[0] == "inference  staged: a layer with biases takes separate kernels"
 
 
 def test_a_call_that_does_not_fit_the_mega_kernel_is_staged(buffers):
@@ -229,12 +229,14 @@ def test_auto_takes_what_there_is(buffers):
 
 
 def test_one_rank(buffers):
-    """Memory only where the mega-kernel is asked for by name: separate kernels need none."""
-    for path, expected in (("auto", "staged"), ("fused", "fused")):
-        made = Transport(FP8, None, path, CUDA)
+    """Memory only where the mega-kernel serves: separate kernels need none."""
+    many = replace(FP8, max_tokens_per_rank=8192)
+    for config, path, expected in ((many, "auto", "staged"), (FP8, "auto", "fused"), (many, "fused", "fused")):
+        made = Transport(config, None, path, CUDA)
         assert isinstance(made.make(4), LocalExchange)
         assert path_of(made) == (expected, "staged")
-    assert buffers == [("acquire", 4, "cuda:1")]
+        made.close()
+    assert [each[0] for each in buffers if each[0] == "acquire"] == ["acquire"] * 2
     moe = MoE(replace(FP8, max_tokens_per_rank=None), path="fused", device="cpu")
     assert moe(torch.randn(3, 128)).shape == (3, 128)
     assert moe.explain().splitlines()[0] == "inference  staged: no GPU"
