@@ -93,6 +93,19 @@ def bench_quant(
         raise typer.BadParameter(str(error)) from None
 
 
+@bench.command("sustained")
+def bench_sustained(
+    out: Annotated[Path, typer.Option(help="Folder for the CSV.")] = Path("bench_results"),
+) -> None:
+    """BF16 GEMMs back to back, ours and torch's: what a GPU at its power limit leaves of their rates."""
+    from megamoe.bench import sustained
+
+    try:
+        sustained.run(out)
+    except MegaMoEError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 @bench.command("exchange")
 def bench_exchange(
     out: Annotated[Path, typer.Option(help="Folder for the CSV.")] = Path("bench_results"),
