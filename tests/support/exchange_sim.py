@@ -93,9 +93,9 @@ class World:
         """
 
         def start_clock(simulation: Simulation) -> None:
-            simulation.ns_per_look = BUDGET_NS // 1000
+            simulation.ns_per_look = BUDGET_NS // 2500
 
-        return self.run("random", seed, setup=start_clock, race_check=False, max_steps=10_000, **options)
+        return self.run("random", seed, setup=start_clock, race_check=False, max_steps=25_000, **options)
 
     @property
     def errors(self) -> list[list[int]]:
