@@ -100,7 +100,7 @@ ALLOWED_SPILLS = (
     AllowedSpill(
         "mega_moe_kernel",
         lambda c: c["H"] >= 4096,
-        16,
+        24,
         "what is the same for all tiles is read again between them",
     ),
     AllowedSpill(
@@ -117,7 +117,7 @@ ALLOWED_SPILLS = (
     ),
     AllowedSpill(
         "mega_moe_bf16_kernel",
-        lambda c: c["H"] > 2048,
+        lambda c: c["H"] >= 2048,
         16,
         "what is the same for all tiles is read again between them",
     ),
