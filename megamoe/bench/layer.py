@@ -340,7 +340,8 @@ def interleaved(
 ) -> dict[tuple, float]:
     """Median microseconds of each call, the slowest rank's; all run in each round, in random order, alike on all ranks.
 
-    Each runs once before. Within a round nothing waits for the device, so that the host is ahead of it, as in training.
+    Each runs once before. Within a round nothing waits for the device but the ranks, where they meet before each call:
+    on one rank the host is ahead, as in training.
     """
     for call in calls.values():
         call()

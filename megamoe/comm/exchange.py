@@ -97,7 +97,7 @@ class Exchange(ABC):
 
     def send_codes(self, tokens: Fp8Tensor, handle: DispatchHandle) -> Fp8Tensor:
         """``[P, H]`` pool rows, scales MN-major, of ``[T, H]`` tokens in 1x128 blocks; padding decodes to zero."""
-        raise NotImplementedError(f"{type(self).__name__} sends no codes")
+        fail_type("exchange", type(self).__name__, "sends no codes", "Look at sends_codes first, or send rows.")
 
     @abstractmethod
     def return_rows(self, rows: torch.Tensor, handle: DispatchHandle, out_dtype: torch.dtype) -> torch.Tensor:

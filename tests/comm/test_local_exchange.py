@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megamoe.comm.exchange import LocalExchange
+from megamoe import MegaMoEError
+from megamoe.comm.exchange import Exchange, LocalExchange
 from megamoe.kernels.quant import dequantize, quantize_rowwise
 from megamoe.kernels.scales import is_mn_major
 from megamoe.types import Routing
@@ -99,6 +100,11 @@ def test_codes(seed, kind, num_tokens, num_experts, top_k, hidden):
     expected = torch.autograd.grad((plain.rows, plain.row_weights), (x, weights), grads)
     actual = torch.autograd.grad((sent.rows, sent.row_weights), (x, weights), grads)
     assert all(torch.equal(mine, other) for mine, other in zip(actual, expected, strict=True))
+
+
+def test_a_transport_without_codes_says_so():
+    with pytest.raises(MegaMoEError, match="exchange = 'LocalExchange': sends no codes"):
+        Exchange.send_codes(LocalExchange(2), None, None)
 
 
 @pytest.mark.parametrize(("kind", "num_tokens", "num_experts", "top_k"), CASES)

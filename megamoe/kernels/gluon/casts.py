@@ -202,6 +202,14 @@ def fp32_block(buffer):
 
 
 @gluon.jit
+def first_block(col_blocks):
+    """Row and column of this program's first block, and how many rows and columns of blocks each next one is on."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    return program // col_blocks, program % col_blocks, programs // col_blocks, programs % col_blocks
+
+
+@gluon.jit
 def next_block(row_block, col_block, step_rows, step_cols, col_blocks):
     """Row and column of the block that is so many rows and columns of blocks further on, row after row."""
     col_block += step_cols
@@ -257,10 +265,7 @@ def cast_kernel(
     buffers = cast_buffers()
     descs = (x_desc, x_scales_desc)
     col_blocks = (num_cols + BLOCK - 1) // BLOCK
-    row_block = gl.program_id(0) // col_blocks
-    col_block = gl.program_id(0) % col_blocks
-    step_rows = gl.num_programs(0) // col_blocks
-    step_cols = gl.num_programs(0) % col_blocks
+    row_block, col_block, step_rows, step_cols = first_block(col_blocks)
     row_ahead = row_block
     col_ahead = col_block
     for stage in gl.static_range(STAGES):
@@ -443,10 +448,7 @@ def activation_backward_kernel(
     outputs = (codes, scales, codes_t, scales_t, sums, sum_parts)
     col_blocks = num_cols // BLOCK
     width = HALVES * num_cols
-    row_block = gl.program_id(0) // col_blocks
-    col_block = gl.program_id(0) % col_blocks
-    step_rows = gl.num_programs(0) // col_blocks
-    step_cols = gl.num_programs(0) % col_blocks
+    row_block, col_block, step_rows, step_cols = first_block(col_blocks)
     row_ahead = row_block
     col_ahead = col_block
     for stage in gl.static_range(STAGES):
