@@ -258,8 +258,8 @@ def _report(index: int) -> Report:
 
 
 def chosen_variants(only: str = "", brief: bool = False) -> list[int]:
-    """Places of the ``variants`` whose name matches ``only`` anywhere; ``brief``: a quarter of each Gluon kernel's forms,
-    whose registers are laid out by us, and one of each Triton kernel's."""
+    """Places of the ``variants`` whose name matches ``only`` anywhere; ``brief``: a quarter of each Gluon kernel's
+    forms, whose registers are laid out by us, and one of each Triton kernel's."""
     forms: dict[str, list[int]] = {}
     for index, variant in enumerate(variants()):
         if re.search(only, variant.name):
