@@ -6,7 +6,8 @@
 # Prints the kernels that do not compile, spill or do not fit. The whole table of the environment's own triton:
 #   python -m megamoe.kernels.offline
 #
-# Each version goes into a folder of its own, below $TRITON_VERSIONS (default: triton/ in the virtual environment).
+# Versions other than the environment's go into folders of their own, below $TRITON_VERSIONS (default: triton/ in the
+# virtual environment), while the first one compiles.
 # Set-up can be steered by the environment variables in launch/_setup.sh.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
@@ -16,17 +17,34 @@ folder="${TRITON_VERSIONS:-$VENV/triton}"
 if (($# == 0)); then
     set -- 3.6.0 3.7.1 3.9.0
 fi
+own="$(python -c 'from importlib.metadata import version; print(version("triton"))')"
+
+install_others() {
+    local version target
+    for version in "$@"; do
+        target="$folder/$version"
+        if [[ "$version" != "$own" && ! -d "$target/triton-$version.dist-info" ]]; then
+            echo "installing triton $version"
+            rm -rf "$target"
+            python -m pip install --quiet --disable-pip-version-check --no-deps --target "$target" "triton==$version"
+        fi
+    done
+}
+
+install_others "$@" &
+installer=$!
 failed=()
 forms=()
 for version in "$@"; do
-    target="$folder/$version"
-    if [[ ! -d "$target/triton-$version.dist-info" ]]; then
-        echo "installing triton $version"
-        rm -rf "$target"
-        python -m pip install --quiet --disable-pip-version-check --no-deps --target "$target" "triton==$version"
+    path="${PYTHONPATH:-}"
+    if [[ "$version" != "$own" ]]; then
+        if [[ -n "$installer" ]]; then
+            wait "$installer"
+            installer=
+        fi
+        path="$folder/$version${path:+:$path}"
     fi
-    PYTHONPATH="$target${PYTHONPATH:+:$PYTHONPATH}" python -m megamoe.kernels.offline --failures "${forms[@]}" \
-        || failed+=("$version")
+    PYTHONPATH="$path" python -m megamoe.kernels.offline --failures "${forms[@]+"${forms[@]}"}" || failed+=("$version")
     forms=(--brief)
 done
 if ((${#failed[@]})); then

@@ -16,17 +16,22 @@ from megamoe.compat.deep_gemm.__main__ import main
 ROOT = Path(megamoe.__file__).parents[1]
 
 
-def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """The runner, started in another folder than that of the script or the package."""
+def start(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Python, started in another folder than that of the script or the package."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-m", "megamoe.compat.deep_gemm", *arguments],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, **environment},
     )
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """The runner."""
+    return start(folder, "-m", "megamoe.compat.deep_gemm", *arguments, **environment)
 
 
 def output(done: subprocess.CompletedProcess) -> list[str]:
@@ -163,21 +168,39 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "function, status, words",
-    [
-        ("test_good", 0, "3 of 3 comparisons passed, largest difference 0.000e+00"),
-        ("test_bad", 1, "1 of 2 comparisons passed, largest difference 2.000e+00; ended by AssertionError"),
-        ("test_nan", 0, "2 of 2 comparisons passed, largest difference nan"),
-        ("test_error", 1, "1 of 1 comparisons passed, largest difference 0.000e+00; ended by RuntimeError: lost"),
-        ("test_nothing", 1, "0 of 0 comparisons passed"),
-        ("test_missing", 1, "ended by KeyError: 'test_missing'"),
-    ],
-)
-def test_checks_are_counted(function, status, words, tmp_path):
-    done = run(tmp_path, "--checks", function, write(tmp_path, "script.py", CHECKED))
-    assert done.returncode == status, done.stderr
-    assert f"{function}: " in done.stdout and words in done.stdout
+# Each run of the command is a fork of a process that has imported what it needs.
+EACH_BY_ITSELF = """
+import os
+import sys
+
+import megamoe.compat.deep_gemm.checks
+from megamoe.compat.deep_gemm.__main__ import main
+
+script, *functions = sys.argv[1:]
+for function in functions:
+    child = os.fork()
+    if child == 0:
+        main(["--checks", function, script])
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_checks_are_counted(tmp_path):
+    expected = {
+        "test_good": (0, "3 of 3 comparisons passed, largest difference 0.000e+00"),
+        "test_bad": (1, "1 of 2 comparisons passed, largest difference 2.000e+00; ended by AssertionError"),
+        "test_nan": (0, "2 of 2 comparisons passed, largest difference nan"),
+        "test_error": (1, "1 of 1 comparisons passed, largest difference 0.000e+00; ended by RuntimeError: lost"),
+        "test_nothing": (1, "0 of 0 comparisons passed"),
+        "test_missing": (1, "ended by KeyError: 'test_missing'"),
+    }
+    script = write(tmp_path, "script.py", CHECKED)
+    done = start(tmp_path, "-c", EACH_BY_ITSELF, script, *expected)
+    lines = output(done)
+    assert len(lines) == 2 * len(expected), done.stdout
+    for (function, (status, words)), line, shown in zip(expected.items(), lines[::2], lines[1::2], strict=True):
+        assert line.startswith(f"{function}: ") and words in line
+        assert int(shown) == status, function
 
 
 def test_every_function_is_called(tmp_path):

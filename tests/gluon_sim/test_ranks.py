@@ -126,6 +126,45 @@ def test_scope_too_narrow_between_ranks():
     always_reports(Race, "needs .sys scope", lambda p, s: exchange_between_ranks(p, s, SCOPE="gpu"))
 
 
+@gluon.jit
+def poll_by_first_warp(p):
+    return gl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, 32; mov.b32 $0, 1;
+        @p ld.acquire.sys.global.b32 $0, [$1]; }""",
+        "=&r,l,~{memory}",
+        [p],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def one_warp_polls(x, flag, out, BARRIER: gl.constexpr, num_warps: gl.constexpr):
+    o = gl.arange(0, 512, layout=WIDE)
+    if gl.program_id(0) == 0:
+        gl.store(x + o, 7.0)
+        cta_barrier()
+        gl.atomic_add(flag, 1, sem="release", scope="gpu")
+    else:
+        while poll_by_first_warp(flag) < 1:
+            pass
+        if BARRIER:
+            cta_barrier()
+        gl.store(out + o, gl.load(x + o))
+
+
+def run_one_warp_polls(policy, seed, BARRIER=True):
+    x, out, flag = torch.zeros(512), torch.zeros(512), torch.zeros(1, dtype=torch.int32)
+    launch(one_warp_polls, 2, (x, flag, out), dict(BARRIER=BARRIER, num_warps=4), policy=policy, seed=seed)
+    assert (out == 7).all()
+
+
+def test_what_the_first_warp_acquires_is_everyones_after_a_barrier():
+    always(run_one_warp_polls)
+    always_reports(Race, r"read of global x\[0\] by p1", lambda p, s: run_one_warp_polls(p, s, BARRIER=False))
+
+
 def test_lost_flag_is_a_deadlock_with_its_value():
     text = r"receive +waits for int32 at r[012].flags\[\d\] to change from 1\n +at load_acquire:\d+ < receive:\d+"
     always_reports(Deadlock, text, lambda p, s: exchange_between_ranks(p, s, COUNT=2))

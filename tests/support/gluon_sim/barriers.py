@@ -173,8 +173,11 @@ def named_barrier(sync: bool, ident: int, threads: int) -> None:
 
 
 def thread_barrier() -> None:
-    """Barrier of the partition's threads: thread 0 may now release what the others did."""
+    """Barrier of the partition's threads: thread 0 may now release what the others did, and all have what it acquired."""
     me = step()
+    if me.of_warp0.before:
+        me.clock.acquire(me.of_warp0)
+        me.of_warp0 = Sync()
     me.barrier_time = me.clock.now
     me.clock.tick()
 

@@ -4,12 +4,17 @@ Of every element the last write, read, atomic write and atomic read are kept; wh
 after is ``MUST_FOLLOW``. Only the last reader is kept, so a write that is not ordered after an earlier one can be
 missed. A TMA access to what a plain store, or TMA of another program, has written needs a ``fence.proxy.async`` on the
 way, on either side.
+
+Addresses, logs and bits of elements are numpy's, which is several times as fast as torch for small arrays.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .clocks import Clock, Sync
@@ -22,6 +27,66 @@ MUST_FOLLOW = {
     ("atomic", "read"): ("write",),
     ("atomic", "write"): ("write", "read"),
 }
+
+_INTEGERS = {
+    1: (np.uint8, torch.uint8),
+    2: (np.int16, torch.int16),
+    4: (np.int32, torch.int32),
+    8: (np.int64, torch.int64),
+}
+
+
+def bits_of(t: torch.Tensor) -> np.ndarray:
+    """The bits of the elements, as integers on the same memory."""
+    return t.view(_INTEGERS[t.element_size()][1]).numpy()
+
+
+def from_bits(bits: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The elements with these bits, on the same memory."""
+    return torch.from_numpy(bits).view(dtype)
+
+
+class Box(NamedTuple):
+    """Elements of a storage by their first, and the lengths and strides of the dimensions."""
+
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def of(self, vector: np.ndarray) -> np.ndarray:
+        """These elements of ``vector``, on the same memory."""
+        size = vector.itemsize
+        return np.ndarray(self.shape, vector.dtype, vector, self.first * size, [size * s for s in self.strides])
+
+    def places(self) -> np.ndarray:
+        """The elements' places in the storage."""
+        return self.first + places_of(self.shape, self.strides)
+
+
+@functools.cache
+def places_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """Places of a box's elements relative to the first."""
+    places = np.zeros((), np.int64)
+    for length, stride in zip(shape, strides, strict=True):
+        places = np.add.outer(places, np.arange(length) * stride)
+    return places
+
+
+Elements = int | np.ndarray | Box
+"""Which elements of a storage: one, those at the places of an array, or those of a box."""
+
+
+def select(vector: np.ndarray, elements: Elements) -> np.ndarray:
+    """``elements`` of ``vector``; a box's are on the same memory."""
+    return elements.of(vector) if isinstance(elements, Box) else vector[elements]
+
+
+def assign(vector: np.ndarray, elements: Elements, new) -> None:
+    """Change ``elements`` of ``vector`` to ``new``."""
+    if isinstance(elements, Box):
+        elements.of(vector)[...] = new
+    else:
+        vector[elements] = new
 
 
 class Region:
@@ -38,20 +103,40 @@ class Region:
         self.start, self.end, self.name = storage.data_ptr(), storage.data_ptr() + storage.nbytes(), name
         self.bytes = torch.tensor([], dtype=torch.uint8).set_(storage)
         self.grain = grain or t.element_size()
-        self.log: dict[str, torch.Tensor] = {}
+        self.log: dict[str, np.ndarray] = {}
         self.undefined = None
-        self._views = {}
+        self._bits = {}
 
-    def as_type(self, dtype: torch.dtype) -> torch.Tensor:
-        """The whole storage as a vector of ``dtype``."""
-        if dtype not in self._views:
-            whole = len(self.bytes) // dtype.itemsize * dtype.itemsize
-            self._views[dtype] = self.bytes[:whole].view(dtype)
-        return self._views[dtype]
+    def bits(self, size: int) -> np.ndarray:
+        """The whole storage as a vector of integers of ``size`` bytes."""
+        if size not in self._bits:
+            whole = len(self.bytes) // size * size
+            self._bits[size] = self.bytes[:whole].numpy().view(_INTEGERS[size][0])
+        return self._bits[size]
 
-    def new(self, dtype: torch.dtype) -> torch.Tensor:
+    def new(self, dtype: type) -> np.ndarray:
         """Zeros, one for each element."""
-        return torch.zeros((self.end - self.start + self.grain - 1) // self.grain, dtype=dtype)
+        return np.zeros((self.end - self.start + self.grain - 1) // self.grain, dtype)
+
+    def span(self, elements: np.ndarray | Box, size: int) -> tuple[int, int]:
+        """First address of ``elements`` of ``size`` bytes, and the one past the last."""
+        if isinstance(elements, Box):
+            first = elements.first
+            last = first + sum((n - 1) * s for n, s in zip(elements.shape, elements.strides, strict=True))
+        else:
+            first, last = int(elements.min()), int(elements.max())
+        return self.start + first * size, self.start + (last + 1) * size
+
+    def in_grains(self, elements: Elements, size: int) -> Elements:
+        """Elements of ``size`` bytes in units of the grain."""
+        if size == self.grain:
+            return elements
+        if isinstance(elements, Box):
+            elements = elements.places()
+        if size < self.grain:
+            return elements * size // self.grain
+        ratio = size // self.grain
+        return (np.reshape(elements, (-1, 1)) * ratio + np.arange(ratio)).reshape(-1)
 
 
 class Memory:
@@ -79,7 +164,7 @@ class Memory:
         self._starts.insert(i + 1, start)
         self._regions.insert(i + 1, Region(t, name, grain))
 
-    def region(self, low: int, high: int, who: str) -> Region:
+    def region(self, low: int, high: int, who) -> Region:
         """The storage that holds bytes ``low`` to ``high``."""
         i = bisect.bisect_right(self._starts, low) - 1
         if i < 0 or high > self._regions[i].end:
@@ -102,7 +187,7 @@ class Memory:
             size = t.numel() * t.element_size()
             region = self.region(t.data_ptr(), t.data_ptr() + size, "undefine")
             if region.undefined is None:
-                region.undefined = region.new(torch.bool)
+                region.undefined = region.new(np.bool_)
             first = (t.data_ptr() - region.start) // region.grain
             region.undefined[first : first + size // region.grain] = True
 
@@ -117,11 +202,11 @@ class Memory:
     def track(
         self,
         region: Region,
-        index: torch.Tensor,
+        elements: Elements,
         size: int,
         clock: Clock,
         write: bool,
-        who: str,
+        who,
         kind: str = "plain",
         tid: int | None = None,
         engine_of=None,
@@ -129,30 +214,27 @@ class Memory:
         """Check an access against the earlier ones and remember it.
 
         Args:
-            index: elements in units of ``size`` bytes.
+            elements: in units of ``size`` bytes.
+            who: is made a text where there is something to report.
             kind: "plain" or "atomic".
             tid: clock id that accesses, if not the clock's own.
             engine_of: the program, for an access by the async proxy.
         """
         if not self.race_check:
             return
-        index = index.reshape(-1)
-        if size > region.grain:
-            ratio = size // region.grain
-            index = (index[:, None] * ratio + torch.arange(ratio)).reshape(-1)
-        elif size < region.grain:
-            index = index * size // region.grain
+        elements = region.in_grains(elements, size)
         tid, verb = tid or clock.tid, "write" if write else "read"
 
-        def label(hit: torch.Tensor) -> str:
-            return "global " + self.label(region.start + int(index[hit.int().argmax()]) * region.grain, region)
+        def label(hit: np.ndarray) -> str:
+            places = elements.places() if isinstance(elements, Box) else elements
+            place = int(np.reshape(places, -1)[np.reshape(hit, -1).argmax()])
+            return "global " + self.label(region.start + place * region.grain, region)
 
         for earlier in MUST_FOLLOW[kind, verb]:
             if earlier not in region.log:
                 continue
-            log = region.log[earlier][index]
-            different = log.numel() > 1 and log.min() != log.max()
-            for packed in (torch.unique(log) if different else log[:1]).tolist():
+            log = select(region.log[earlier], elements)
+            for packed in _different(log):
                 other, time = packed >> 32, packed & 0xFFFFFFFF
                 if not packed or other == tid:
                     continue
@@ -171,10 +253,20 @@ class Memory:
                     )
         if region.undefined is not None:
             if write and kind == "plain":
-                region.undefined[index] = False
-            elif region.undefined[index].any():
-                raise SimError(f"{who} reads {label(region.undefined[index])}, which nothing has written in this call")
+                assign(region.undefined, elements, False)
+            elif (undefined := select(region.undefined, elements)).any():
+                raise SimError(f"{who} reads {label(undefined)}, which nothing has written in this call")
         name = f"atomic {verb}" if kind == "atomic" else verb
         if name not in region.log:
-            region.log[name] = region.new(torch.int64)
-        region.log[name][index] = tid << 32 | clock.before[tid]
+            region.log[name] = region.new(np.int64)
+        assign(region.log[name], elements, tid << 32 | clock.before[tid])
+
+
+def _different(log: np.ndarray | np.int64) -> list[int]:
+    """The values of ``log`` in ascending order, each once."""
+    if log.ndim == 0:
+        return [int(log)]
+    if log.size <= 64:
+        return sorted(set(log.reshape(-1).tolist()))
+    first = log.item(0)
+    return [first] if np.logical_and.reduce(log == first, axis=None) else np.unique(log).tolist()

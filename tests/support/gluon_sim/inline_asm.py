@@ -3,6 +3,7 @@
 Asm on scalars is executed by every thread of the partition, unless a guard picks lane 0 of each warp or thread 0: an
 unguarded ``red`` adds once per thread. A release covers the thread's own earlier work: all of the partition's if every
 thread executes it, its warp's if lane 0 does after ``bar.warp.sync``, else what came before the last thread barrier.
+What only the first warp acquires, the others have after the next one.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def _run(program, text: str, num_outputs: int, args) -> Int32:
             TmaModule.store_wait(int(found[1]), read_only=found[0] is not None)
         elif instruction == "ld":
             sem = "acquire" if found[0] == "acquire" else None
-            result = load(operand(found[3]), sem=sem, volatile=True, scope=found[1] or "gpu")
+            warp0 = who == "warp is 0"
+            result = load(operand(found[3]), sem=sem, volatile=True, scope=found[1] or "gpu", warp0=warp0)
         elif instruction == "st":
             sem, own = "release" if found[0] == "release" else None, None if covers_all else me.barrier_time
             p, x = operand(found[2]), operand(found[3])

@@ -134,6 +134,7 @@ class Module:
         real = getattr(self._real, name)
         if callable(real) and not isinstance(real, type) and not name.endswith("_type"):
             raise Unsupported(f"gluon_sim has no model of {self._name}.{name}")
+        setattr(self, name, real)
         return real
 
 

@@ -5,6 +5,7 @@ One suite for each kernel family: a list of ``Bug``s and a parametrised test tha
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import sys
@@ -13,6 +14,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from .errors import SimError
 
@@ -56,17 +58,38 @@ class Finding:
         return f"{type(self.report).__name__} ({self.policy}, seed {self.seed}): {self.report}"
 
 
+def _lines_of(path: Path, source: str, tree: ast.Module) -> Callable[[types.FunctionType], tuple[list[str], int]]:
+    """``inspect.getsourcelines``, which jit calls for each function, without the tokenizer for those of one file."""
+    others = inspect.getsourcelines
+    lines = source.splitlines(keepends=True)
+    parts = [*tree.body, *(part for node in tree.body if isinstance(node, ast.ClassDef) for part in node.body)]
+    ends = {
+        min(part.lineno for part in (node, *node.decorator_list)): node.end_lineno
+        for node in parts
+        if isinstance(node, ast.FunctionDef)
+    }
+
+    def lines_of(function: types.FunctionType) -> tuple[list[str], int]:
+        first = function.__code__.co_firstlineno
+        if function.__code__.co_filename != str(path) or first not in ends:
+            return others(function)
+        return lines[first - 1 : ends[first]], first
+
+    return lines_of
+
+
 def _execute(module: types.ModuleType, source: str) -> types.ModuleType:
     """A module of the same name, made from ``source``. It is on disk while it runs: jit reads the source."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, Path(module.__file__).name)
         path.write_text(source, encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(module.__name__, path)
-        copy = importlib.util.module_from_spec(spec)
+        copy = importlib.util.module_from_spec(importlib.util.spec_from_file_location(module.__name__, path))
+        tree = ast.parse(source)
         original = sys.modules.get(module.__name__)
         sys.modules[module.__name__] = copy  # dataclasses look themselves up
         try:
-            spec.loader.exec_module(copy)
+            with mock.patch.object(inspect, "getsourcelines", _lines_of(path, source, tree)):
+                exec(compile(tree, str(path), "exec"), vars(copy))
         finally:
             if original is not None:
                 sys.modules[module.__name__] = original

@@ -13,14 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from .clocks import Sync
-from .errors import Race, SimError, Unsupported
+from .errors import Race, SimError
+from .global_memory import Region, bits_of, from_bits
 from .scheduler import Agent
 from .state import Lazy, agent, here, running, step, wait
-from .tensors import Tensor
-from .values import TORCH_DTYPES, Bit, Pointer, unwrap, value
+from .tensors import Tensor, value
+from .values import Bit, Int32, Int64, Pointer, fits_int32, torch_dtype, unwrap
+
+_SCALARS = {torch.int32: Int32, torch.int64: Int64}
+"""Types whose bits, as numpy gives them, are the number itself."""
 
 
 def as_torch(x) -> torch.Tensor:
@@ -28,39 +33,66 @@ def as_torch(x) -> torch.Tensor:
     return x.v if isinstance(x, Tensor) else torch.as_tensor(bool(x) if isinstance(x, Bit) else x)
 
 
-def _lanes(p: Pointer, mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """Addresses and mask of one shape."""
-    address = p.address if isinstance(p.address, torch.Tensor) else torch.tensor(p.address)
-    active = torch.as_tensor(True) if mask is None else as_torch(mask).to(torch.bool)
-    return torch.broadcast_tensors(address, active)
+def _lanes(p: Pointer, mask) -> tuple[int | np.ndarray, bool | np.ndarray]:
+    """Addresses, and the mask of the same shape or one for all lanes."""
+    mask = True if mask is None else unwrap(mask)
+    if not isinstance(mask, (Tensor, torch.Tensor)):
+        return p.address, bool(mask)
+    active = as_torch(mask).to(torch.bool).numpy()
+    if not active.ndim:
+        return p.address, bool(active)
+    return tuple(np.broadcast_arrays(p.address, active)) if active.shape != np.shape(p.address) else (p.address, active)
 
 
-def access(p: Pointer, mask, write: bool, who: str, kind: str = "plain", tid: int | None = None):
-    """Check bounds, alignment and races.
+def span_of(addresses: np.ndarray, size: int) -> tuple[int, int]:
+    """First byte of elements of ``size`` bytes, and the one past the last."""
+    return int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses)) + size
+
+
+def access_one(p: Pointer, write: bool, who, kind: str = "plain", tid: int | None = None) -> tuple[Region, int]:
+    """Check bounds, alignment and races of an access to one address: the storage and the element."""
+    address, size, memory = int(p.address), p.size, running().memory
+    region = memory.region(address, address + size, who)
+    element, rest = divmod(address - region.start, size)
+    if rest:
+        raise SimError(f"{who}: misaligned access to {memory.label(address, region)}")
+    memory.track(region, element, size, agent().clock, write, who, kind, tid)
+    return region, element
+
+
+def access(
+    p: Pointer, active: np.ndarray, write: bool, who, kind: str = "plain", tid: int | None = None
+) -> list[tuple]:
+    """Check bounds, alignment and races of an access to the addresses ``active``, at least one.
 
     Returns:
-        ``[(vector, indices into it, which of the active lanes)]`` for each storage touched, the mask, bytes spanned.
+        ``[(bits of the storage, indices into them, which of the lanes)]`` for each storage touched.
     """
-    address, mask = _lanes(p, mask)
-    active = address[mask] if address.dim() else address.reshape(1)[: int(mask)]
-    if active.numel() == 0:
-        return (), mask, (0, 0)
-    low, high = int(active.min()), int(active.max()) + p.size
-    parts, rest, memory = [], active, running().memory
-    while rest.numel():
-        first = int(rest.min())
-        region = memory.region(first, first + p.size, who)
+    size, memory = p.size, running().memory
+    first, high = span_of(active, size)
+    parts, rest = [], active
+    while True:
+        region = memory.region(first, first + size, who)
         # Lanes beyond this storage are another's, or out of bounds, which the next round finds.
         inside = high <= region.end
-        lanes = torch.nonzero((active >= first) & (active < region.end))[:, 0] if parts or not inside else slice(None)
-        rest = rest[:0] if inside else rest[rest >= region.end]
+        lanes = np.nonzero((active >= first) & (active < region.end))[0] if parts or not inside else slice(None)
         offset = active[lanes] - region.start
-        if (offset % p.size).any():
+        if int(np.bitwise_or.reduce(offset)) & (size - 1):
             raise SimError(f"{who}: misaligned access to {memory.label(first, region)}")
-        index = offset // p.size
-        memory.track(region, index, p.size, agent().clock, write, who, kind, tid)
-        parts.append((region.as_type(TORCH_DTYPES[p.type]), index, lanes))
-    return parts, mask, (low, high)
+        index = offset // size
+        memory.track(region, index, size, agent().clock, write, who, kind, tid)
+        parts.append((region.bits(size), index, lanes))
+        if inside:
+            return parts
+        rest = rest[rest >= region.end]
+        first = int(rest.min())
+
+
+def _active(address: int | np.ndarray, mask: bool | np.ndarray) -> np.ndarray:
+    """The addresses of the lanes that are on."""
+    if isinstance(mask, np.ndarray):
+        return address[mask]
+    return np.reshape(address, -1) if mask else np.empty(0, np.int64)
 
 
 # ---------------------------------------------------------------- flags
@@ -77,17 +109,17 @@ def _release(me: Agent, flag: Sync, scope: str, own: int | None) -> None:
     me.clock.release_to(flag, own)
 
 
-def _acquire(me: Agent, flag: Sync, scope: str) -> None:
+def _acquire(me: Agent, flag: Sync, scope: str, warp0: bool = False) -> None:
     if (flag.narrow_ranks if scope == "sys" else flag.ranks) - {me.program[0]}:
         raise Race(f"{here('acquire')}: the flag comes from another rank, which needs .sys scope on both sides")
-    me.clock.acquire(flag)
+    (me.of_warp0 if warp0 else me.clock).acquire(flag)
 
 
 def _spin(p: Pointer, seen) -> None:
     """The second fruitless read at one place sleeps until one of the values is written."""
     me, memory = agent(), running().memory
-    addresses = torch.as_tensor(p.address).reshape(-1).unique().tolist()
-    values = as_torch(seen).reshape(-1).tolist()
+    addresses = np.unique(p.address).tolist() if isinstance(p.address, np.ndarray) else [p.address]
+    values = [int(seen)] if type(seen) in (Int32, Int64) else as_torch(seen).reshape(-1).tolist()
     poll = (me.where(), addresses, values)
     if me.last_poll == poll:
         changes = {address: memory.watched.setdefault(address, 0) for address in addresses}
@@ -103,28 +135,47 @@ def _spin(p: Pointer, seen) -> None:
 # ---------------------------------------------------------------- accesses
 
 
-def load(pointer, mask=None, other=None, volatile=False, sem=None, scope="gpu", **_):
-    """Lanes that are masked off are NaN or 0 unless ``other`` is given."""
+def _who(what: str) -> Lazy:
+    return Lazy(lambda: here(what))
+
+
+def _of_bits(bits: np.ndarray, dtype: torch.dtype):
+    """One element as the kernel sees it."""
+    return _SCALARS[dtype](bits) if dtype in _SCALARS else value(from_bits(bits.reshape(1), dtype)[0])
+
+
+def load(pointer, mask=None, other=None, volatile=False, sem=None, scope="gpu", warp0=False, **_):
+    """Lanes that are masked off are NaN or 0 unless ``other`` is given. ``warp0``: only the first warp acquires."""
     plain = not unwrap(volatile) and sem is None
-    me = step(is_poll=not plain)
-    parts, active, _ = access(pointer, mask, False, here("load"), "plain" if plain else "atomic")
-    dtype = TORCH_DTYPES[pointer.type]
-    if other is None:
-        other = math.nan if dtype.is_floating_point and dtype.itemsize > 1 else 0
-    result = as_torch(other).to(dtype).expand(active.shape).clone()
-    if parts:
-        got = torch.empty(sum(len(index) for _, index, _ in parts), dtype=dtype)
-        for vector, index, lanes in parts:
-            got[lanes] = vector[index]
-        if active.dim():
-            result[active] = got
+    me, kind, who = step(is_poll=not plain), "plain" if plain else "atomic", _who("load")
+    address, mask = _lanes(pointer, mask)
+    dtype, every = torch_dtype(pointer.type), mask is True
+    if every and not isinstance(address, np.ndarray):
+        region, element = access_one(pointer, False, who, kind)
+        result = _of_bits(region.bits(pointer.size)[element], dtype)
+    else:
+        active = _active(address, mask)
+        parts = access(pointer, active, False, who, kind) if active.size else ()
+        if len(parts) == 1:
+            got = parts[0][0][parts[0][1]]
+        elif parts:
+            got = np.empty(active.size, parts[0][0].dtype)
+            for bits, index, lanes in parts:
+                got[lanes] = bits[index]
+        if every:
+            result = value(from_bits(got.reshape(address.shape), dtype))
         else:
-            result = got[0]
+            if other is None:
+                other = math.nan if dtype.is_floating_point and dtype.itemsize > 1 else 0
+            filled = as_torch(other).to(dtype).expand(np.shape(address)).clone()
+            if parts:
+                bits_of(filled)[mask] = got
+                every = bool(mask.all())
+            result = value(filled)
     if sem == "acquire":
-        for address in torch.as_tensor(pointer.address).reshape(-1).tolist():
-            _acquire(me, _flag(address), scope)
-    result = value(result)
-    if not plain and (not active.dim() or bool(active.all())):
+        for one in np.reshape(pointer.address, -1).tolist():
+            _acquire(me, _flag(one), scope, warp0)
+    if not plain and (every or not np.shape(address)):
         _spin(pointer, result)
     return result
 
@@ -133,27 +184,42 @@ def store(pointer, value, mask=None, sem=None, scope="gpu", own=None, volatile=F
     """``own``: the partition's time up to which a release covers its work (None: all of it)."""
     me = step()
     plain = sem is None and not volatile
-    scalar = not pointer.shape
+    kind, who = "plain" if plain else "atomic", _who("store")
+    scalar = not isinstance(pointer.address, np.ndarray)
     tid = me.thread0 if scalar else None
     if scalar:
         # Later than all that has been released so far.
         me.clock.before[tid] += 1
-    parts, active, span = access(pointer, mask, True, here("store"), "plain" if plain else "atomic", tid)
-    if parts:
+    address, mask = _lanes(pointer, mask)
+    dtype, size, memory = torch_dtype(pointer.type), pointer.size, running().memory
+    if mask is True and not isinstance(address, np.ndarray):
+        region, element = access_one(pointer, True, who, kind, tid)
         if not plain:
-            addresses = _lanes(pointer, None)[0].expand(active.shape)
-            for address in addresses[active].reshape(-1).unique().tolist() if active.dim() else [span[0]]:
-                # A relaxed store heads no release sequence.
-                running().memory.flags[address] = flag = Sync()
-                if sem == "release":
-                    _release(me, flag, scope, own)
-        new = as_torch(value).to(parts[0][0].dtype).expand(active.shape)
-        new = new[active] if active.dim() else new.reshape(1)
-        for vector, index, lanes in parts:
-            vector[index] = new[lanes]
-        running().memory.changed(*span)
+            _new_flag(me, address, sem, scope, own)
+        new = unwrap(value)
+        if not (isinstance(new, int) and dtype in _SCALARS and fits_int32(new)):
+            new = bits_of(as_torch(new).to(dtype).expand(()))[()]
+        region.bits(size)[element] = new
+        memory.changed(address, address + size)
+    elif (active := _active(address, mask)).size:
+        parts = access(pointer, active, True, who, kind, tid)
+        if not plain:
+            for one in np.unique(active).tolist():
+                _new_flag(me, one, sem, scope, own)
+        new = bits_of(as_torch(value).to(dtype).expand(np.shape(address)))
+        new = new[mask] if isinstance(mask, np.ndarray) else new.reshape(-1)
+        for bits, index, lanes in parts:
+            bits[index] = new[lanes]
+        memory.changed(*span_of(active, size))
     if not scalar:
         me.clock.tick()
+
+
+def _new_flag(me: Agent, address: int, sem: str | None, scope: str, own: int | None) -> None:
+    """A store to a flag. A relaxed one heads no release sequence."""
+    running().memory.flags[address] = flag = Sync()
+    if sem == "release":
+        _release(me, flag, scope, own)
 
 
 def _atomic(update: Callable, operands: int = 1) -> Callable:
@@ -162,41 +228,47 @@ def _atomic(update: Callable, operands: int = 1) -> Callable:
     def model(pointer, *args, mask=None, sem=None, scope=None, by_thread0=True):
         me = step(is_poll=True)
         values, rest = args[:operands], args[operands:]
-        mask = rest[0] if rest else mask
+        address, mask = _lanes(pointer, rest[0] if rest else mask)
         sem, scope = unwrap(sem) or "acq_rel", unwrap(scope) or "gpu"
-        parts, active, span = access(pointer, mask, True, here("atomic"), "atomic")
-        result = torch.zeros(active.shape, dtype=TORCH_DTYPES[pointer.type])
-        if len(parts) > 1:
-            raise Unsupported("gluon_sim has no model of one atomic on several tensors")
-        for vector, index, _ in parts:
-            operands_of_lanes = [as_torch(x).to(vector.dtype).expand(active.shape) for x in values]
-            operands_of_lanes = [x[active] if active.dim() else x.reshape(1) for x in operands_of_lanes]
-            old = vector[index]
-            if len(index) > 1 and len(index.unique()) < len(index):
+        dtype, shape, memory = torch_dtype(pointer.type), np.shape(address), running().memory
+        result = torch.zeros(shape, dtype=dtype)
+        active = _active(address, mask)
+        parts = access(pointer, active, True, _who("atomic"), "atomic") if active.size else ()
+        operands_of_lanes = [as_torch(x).to(dtype).expand(shape).reshape(-1) for x in values] if parts else ()
+        if isinstance(mask, np.ndarray):
+            on = torch.from_numpy(mask.copy())
+            operands_of_lanes = [x[on.reshape(-1)] for x in operands_of_lanes]
+        got = torch.zeros(active.size, dtype=dtype)
+        for bits, index, lanes in parts:
+            mine = [x[lanes] for x in operands_of_lanes]
+            vector, old = from_bits(bits, dtype), from_bits(bits[index], dtype)
+            if len(index) > 1 and len(np.unique(index)) < len(index):
                 # Lanes at one element take turns.
                 for lane, i in enumerate(index.tolist()):
                     old[lane] = vector[i]
-                    vector[i] = update(vector[i], *(x[lane] for x in operands_of_lanes))
-                running().memory.changed(*span)
+                    vector[i] = update(vector[i], *(x[lane] for x in mine))
+                memory.changed(*span_of(active, pointer.size))
             else:
-                new = update(old, *operands_of_lanes)
+                new = update(old, *mine)
                 if not torch.equal(old, new):
-                    vector[index] = new
-                    running().memory.changed(*span)
-            if active.dim():
-                result[active] = old
+                    bits[index] = bits_of(new)
+                    memory.changed(*span_of(active, pointer.size))
+            got[lanes] = old
+        if parts:
+            if isinstance(mask, np.ndarray):
+                result[on] = got
             else:
-                result = old[0]
-            own = me.barrier_time if by_thread0 and not active.dim() else None
-            if sem == "relaxed":
-                continue
-            for address in _lanes(pointer, None)[0].expand(active.shape)[active].reshape(-1).tolist():
+                result = got.reshape(shape)
+            # Threads without a lane are covered up to the last barrier only.
+            few = active.size < 32 * me.warps
+            own = me.barrier_time if by_thread0 and few else None
+            for one in active.tolist():
                 if sem in ("release", "acq_rel"):
-                    _release(me, _flag(address), scope, own)
+                    _release(me, _flag(one), scope, own)
                 if sem in ("acquire", "acq_rel"):
-                    _acquire(me, _flag(address), scope)
+                    _acquire(me, _flag(one), scope)
         result = value(result)
-        if not active.dim():
+        if not shape:
             _spin(pointer, result)
         return result
 

@@ -7,6 +7,7 @@ they look at happens-before only.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 import greenlet
 
-from .clocks import Clock
+from .clocks import Clock, Sync
 from .errors import Deadlock, SimError
 
 POLICIES = ("rr", "random", "eager", "lazy", "starve", "pct", "slowrank")
@@ -34,6 +35,12 @@ PARTITIONS = "its partitions"
 HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
+@functools.cache
+def _is_ours(file: str) -> bool:
+    """Whether it is the simulator's, not the kernel's."""
+    return file.startswith(HERE)
+
+
 class Agent:
     """One partition, or a whole program that is not partitioned.
 
@@ -42,6 +49,7 @@ class Agent:
         grid: programs along each axis.
         thread0: clock id of thread 0: its own scalar stores precede its own releases without a barrier.
         barrier_time: our time at the last barrier of the partition's threads.
+        of_warp0: what only the first warp has acquired since.
         waiting: condition that we sleep on, or None; ``reason`` says what for.
         lanes: clocks for our asynchronous operations.
         wgmmas, stores: our wgmmas and TMA stores that have not been waited for, oldest first.
@@ -55,7 +63,7 @@ class Agent:
         self.clock = Clock(scheduler.new_tid(program[0], name, base), base)
         self.thread0 = scheduler.new_tid(program[0], name, base)
         self.clock.before[self.thread0] = self.clock.before.get(self.thread0, 0) + 1
-        self.barrier_time = self.clock.now - 1
+        self.barrier_time, self.of_warp0 = self.clock.now - 1, Sync()
         self.waiting, self.reason, self.dead, self.result = None, "", False, None
         self.lanes, self.wgmmas, self.stores = [], [], []
         self.warps, self.worker = warps, worker
@@ -93,9 +101,9 @@ class Agent:
         out = []
         while frame is not None:
             code = frame.f_code
-            if code.co_name == "_run" and code.co_filename == __file__:
+            if code is Agent._run.__code__:
                 break
-            if not code.co_filename.startswith(HERE):
+            if not _is_ours(code.co_filename):
                 out.append(f"{code.co_name}:{frame.f_lineno}")
             frame = frame.f_back
         return " < ".join(out)
@@ -202,15 +210,17 @@ class Scheduler:
         return choice(both)
 
     def run(self, start_more: Callable[[], None] = lambda: None) -> None:
-        """Run until nothing is left. ``start_more`` is called before every step and may spawn agents."""
+        """Run until nothing is left. ``start_more`` is called first and when something has ended; it may spawn."""
         self._hub = greenlet.getcurrent()
+        something_ended = True
         while True:
-            self.agents = [agent for agent in self.agents if not agent.dead]
-            start_more()
-            if not self.agents and not self.events:
-                return
+            if something_ended:
+                self.agents = [agent for agent in self.agents if not agent.dead]
+                start_more()
+                if not self.agents and not self.events:
+                    return
             agents = [agent for agent in self.agents if agent.waiting is None or agent.waiting()]
-            events = [event for event in self.events if event.ready()]
+            events = [event for event in self.events if not event.after or event.ready()]
             if not agents and not events:
                 raise Deadlock("no partition can run " + self._report())
             self.steps += 1
@@ -220,11 +230,12 @@ class Scheduler:
             if isinstance(chosen, Event):
                 self.events.remove(chosen)
                 chosen.fire()
-                chosen.done = True
+                chosen.done = something_ended = True
             else:
                 chosen.waiting, self.current = None, chosen
                 chosen.greenlet.parent = self._hub
                 chosen.greenlet.switch()
+                something_ended = chosen.dead
 
     def _report(self) -> str:
         out = [f"(policy {self.policy}, seed {self.seed}, step {self.steps}):"]

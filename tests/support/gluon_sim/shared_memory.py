@@ -14,8 +14,8 @@ import torch
 from .clocks import Clock
 from .errors import Race, SimError
 from .state import agent, here, running, step
-from .tensors import Tensor
-from .values import GL_DTYPES, TORCH_DTYPES, unwrap, value
+from .tensors import Tensor, value
+from .values import GL_DTYPES, TORCH_DTYPES, unwrap
 
 View = tuple[int, int, tuple[tuple[int, int], ...]]
 """What tells a view from another of its allocation: element size, offset, (stride, length) of every dimension."""

@@ -178,7 +178,7 @@ class Stream:
         self.waiting_programs, self.launch = [], None
 
     def advance(self) -> None:
-        """Start what can start; called before every step."""
+        """Start what can start; called when something has ended."""
         scheduler = self.simulation.scheduler
         while True:
             if self.launch is None:

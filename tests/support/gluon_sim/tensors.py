@@ -7,6 +7,7 @@ the like are exact where the GPU approximates.
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 import types
 from collections.abc import Callable
@@ -15,42 +16,58 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from .errors import SimError, Unsupported
-from .values import GL_DTYPES, TORCH_DTYPES, Bit, Int32, Int64, Pointer, fits_int32, unwrap, value
+from .values import GL_DTYPES, Bit, Int32, Int64, Pointer, fits_int32, torch_dtype, unwrap
+
+_SCALAR_DTYPES = {Int32: torch.int32, Int64: torch.int64, Bit: torch.bool, bool: torch.bool}
 
 
 def _strong_dtype(x) -> torch.dtype | None:
     """The dtype that an operand imposes; None for constants."""
+    return x.v.dtype if type(x) is Tensor else _SCALAR_DTYPES.get(type(x))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _integer(x: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(x, dtype=dtype)
+
+
+def _as(x, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(x, Tensor):
-        return x.v.dtype
-    if isinstance(x, Int64):
-        return torch.int64
-    if isinstance(x, Int32):
-        return torch.int32
-    return torch.bool if isinstance(x, (Bit, bool)) else None
+        return x.v if x.v.dtype is dtype else x.v.to(dtype)
+    return _integer(int(x), dtype) if isinstance(x, int) else torch.tensor(x, dtype=dtype)
 
 
 def promote(*operands) -> list[torch.Tensor]:
     """The operands as torch tensors of one dtype. Constants take the dtype of the others, if of the same kind."""
     operands = [unwrap(x) for x in operands]
-    strong = [dtype for dtype in map(_strong_dtype, operands) if dtype is not None]
-    dtype = strong[0] if strong else None
-    for other in strong[1:]:
-        dtype = torch.promote_types(dtype, other)
+    dtype, weak = None, []
     for x in operands:
-        if _strong_dtype(x) is None and isinstance(x, float) and (dtype is None or not dtype.is_floating_point):
+        strong = _strong_dtype(x)
+        if strong is None:
+            weak.append(x)
+        elif dtype is None:
+            dtype = strong
+        elif strong is not dtype:
+            dtype = torch.promote_types(dtype, strong)
+    for x in weak:
+        if isinstance(x, float) and (dtype is None or not dtype.is_floating_point):
             dtype = torch.float32
-    for x in operands:
-        if _strong_dtype(x) is None and isinstance(x, int):
+    for x in weak:
+        if isinstance(x, int):
             if dtype is None or (dtype == torch.bool and x not in (0, 1)):
                 dtype = torch.int32
             if not fits_int32(x) and dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
                 dtype = torch.int64
-    return [
-        x.v.to(dtype)
-        if isinstance(x, Tensor)
-        else torch.tensor(int(x) if isinstance(x, int) and not isinstance(x, bool) else x, dtype=dtype)
-        for x in operands
-    ]
+    return [_as(x, dtype) for x in operands]
+
+
+def value(v: torch.Tensor):
+    """A torch tensor as the kernel sees it: integers without dimensions become scalars."""
+    if v.dim() or v.dtype.is_floating_point:
+        return Tensor(v)
+    if v.dtype == torch.bool:
+        return Bit(bool(v))
+    return (Int64 if v.dtype in (torch.int64, torch.uint64) else Int32).make(int(v))
 
 
 class Tensor:
@@ -125,8 +142,8 @@ class Tensor:
     def to(self, dtype, bitcast: bool = False, **_):
         dtype = unwrap(dtype)
         if dtype.is_ptr():
-            return Pointer(self.v.long(), dtype.element_ty)
-        target = TORCH_DTYPES[dtype]
+            return Pointer(self.v.long().numpy(), dtype.element_ty)
+        target = torch_dtype(dtype)
         if bitcast:
             return value(self.v.view(target))
         if self.v.dtype.is_floating_point and target in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -178,7 +195,7 @@ def _ints(numbers) -> list[int]:
 
 def reduce_sum(x: Tensor, axis=None, keep_dims=False, dtype=None, **_):
     """Integers narrower than 32 bits are summed in 32; overflow is an error."""
-    v = x.v if dtype is None else x.v.to(TORCH_DTYPES[unwrap(dtype)])
+    v = x.v if dtype is None else x.v.to(torch_dtype(unwrap(dtype)))
     if not v.dtype.is_floating_point and v.dtype.itemsize < 4:
         v = v.to(torch.int32)
     dims = tuple(range(v.dim())) if axis is None else int(unwrap(axis))
@@ -241,14 +258,26 @@ maximum = _extreme(torch.fmax, torch.maximum, builtins.max)
 minimum = _extreme(torch.fmin, torch.minimum, builtins.min)
 
 
+@functools.lru_cache(maxsize=1 << 10)
+def _numbers(start: int, end: int) -> Tensor:
+    return Tensor(torch.arange(start, end, dtype=torch.int32))
+
+
 def arange(start, end, layout=None) -> Tensor:
-    return Tensor(torch.arange(int(unwrap(start)), int(unwrap(end)), dtype=torch.int32))
+    return _numbers(int(unwrap(start)), int(unwrap(end)))
 
 
 def full(shape, fill, dtype, layout=None):
-    shape, fill = [int(unwrap(s)) for s in unwrap(shape)], unwrap(fill)
+    shape, fill, dtype = tuple(int(unwrap(s)) for s in unwrap(shape)), unwrap(fill), torch_dtype(unwrap(dtype))
+    if isinstance(fill, int):
+        return _filled(shape, int(fill), dtype)
     fill = fill.v if isinstance(fill, Tensor) else torch.tensor(fill)
-    return value(fill.to(TORCH_DTYPES[unwrap(dtype)]).expand(shape).clone())
+    return value(fill.to(dtype).expand(shape).clone())
+
+
+@functools.lru_cache(maxsize=1 << 8)
+def _filled(shape: tuple[int, ...], fill: int, dtype: torch.dtype):
+    return value(torch.tensor(fill).to(dtype).expand(shape).clone())
 
 
 def cdiv(a, b):

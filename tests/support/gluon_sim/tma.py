@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 import types
+from typing import Any
 
-import torch
+import numpy as np
 
 from .barriers import ready_barrier
 from .errors import SimError, Unsupported
+from .global_memory import Box, Elements, Region, assign, bits_of, from_bits, places_of, select
 from .shared_memory import Buffer, poison
 from .state import here, running, step, wait
 from .values import unwrap
@@ -53,19 +55,36 @@ class Descriptor:
                 f"{who}: the buffer starts at byte {buffer.view.storage_offset() * self.size}, not at a multiple of 128"
             )
 
-    def elements(self, coordinates: list[int], who: str):
-        """(region, its element indices inside the tensor, mask of the box); the region is None if nothing is inside."""
-        index, inside = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
-        for dim, (start, length, stride) in enumerate(zip(coordinates, self.block_shape, self.strides, strict=True)):
-            at = (start + torch.arange(length)).reshape([-1 if d == dim else 1 for d in range(self.rank)])
-            index, inside = index + at * int(stride), inside & (at >= 0) & (at < int(self.shape[dim]))
-        inside = inside.expand(index.shape)
-        index = index[inside]
-        if not index.numel():
-            return None, index, inside
-        low, high = self.address + int(index.min()) * self.size, self.address + (int(index.max()) + 1) * self.size
-        region = running().memory.region(low, high, who)
-        return region, index + (self.address - region.start) // self.size, inside
+    def elements(self, coordinates: list[int], who: str) -> tuple[Region | None, Elements, Any]:
+        """The region, its elements inside the tensor, and where in the box they are: ``...`` stands for all of it.
+
+        The region is None if nothing is inside.
+        """
+        shape, strides = tuple(self.block_shape), tuple(map(int, self.strides))
+        sizes = list(map(int, self.shape))
+        first, inside = sum(c * s for c, s in zip(coordinates, strides, strict=True)), ...
+        if all(0 <= c and c + b <= n for c, b, n in zip(coordinates, shape, sizes, strict=True)):
+            low, high = first, first + sum((b - 1) * s for b, s in zip(shape, strides, strict=True))
+        else:
+            places = first + places_of(shape, strides)
+            inside = _inside(coordinates, shape, sizes)
+            places = places[inside]
+            if not places.size:
+                return None, places, inside
+            low, high = int(places.min()), int(places.max())
+        size = self.size
+        region = running().memory.region(self.address + low * size, self.address + (high + 1) * size, who)
+        start = (self.address - region.start) // size
+        return region, Box(start + first, shape, strides) if inside is ... else start + places, inside
+
+
+def _inside(coordinates: list[int], shape: tuple[int, ...], sizes: list[int]) -> np.ndarray:
+    """Which of a box's elements the tensor has."""
+    inside = np.ones(shape, np.bool_)
+    for dim, (start, length, size) in enumerate(zip(coordinates, shape, sizes, strict=True)):
+        at = start + np.arange(length)
+        inside &= ((at >= 0) & (at < size)).reshape([-1 if d == dim else 1 for d in range(len(shape))])
+    return inside
 
 
 class PendingStore:
@@ -74,11 +93,6 @@ class PendingStore:
     def __init__(self, read, read_clock, write, write_clock):
         self.stages = (read, read_clock), (write, write_clock)
         self.read_waited_for = False
-
-
-def _bits(t: torch.Tensor) -> torch.Tensor:
-    """Bytes as such: torch cannot index 8-bit floats."""
-    return t.view(torch.uint8) if t.element_size() == 1 else t
 
 
 def _store(tensor_desc: Descriptor, coord, src: Buffer, add: bool) -> None:
@@ -94,18 +108,22 @@ def _store(tensor_desc: Descriptor, coord, src: Buffer, add: bool) -> None:
 
     def read():
         src.allocation.access(src.view, read_clock, False, True, who)
-        box.append(_bits(src.view.clone()))
+        box.append(src.view.clone())
 
     def write():
-        region, index, inside = tensor_desc.elements(coordinates, who)
+        region, elements, inside = tensor_desc.elements(coordinates, who)
         if region is None:
             return
         memory, size = running().memory, tensor_desc.size
         kind = "atomic" if add else "plain"
-        memory.track(region, index, size, write_clock, True, who, kind, engine_of=me.program)
-        elements = region.as_type(box[0].dtype)
-        elements[index] = elements[index] + box[0][inside] if add else box[0][inside]
-        memory.changed(region.start + int(index.min()) * size, region.start + (int(index.max()) + 1) * size)
+        memory.track(region, elements, size, write_clock, True, who, kind, engine_of=me.program)
+        bits = region.bits(size)
+        new = bits_of(box[0])[inside]
+        if add:
+            old = from_bits(np.array(select(bits, elements)), src.view.dtype)
+            new = bits_of(old + from_bits(new, src.view.dtype))
+        assign(bits, elements, new)
+        memory.changed(*region.span(elements, size))
 
     reading = running().scheduler.event(who + " read", read)
     writing = running().scheduler.event(who + " write", write, [reading])
@@ -135,12 +153,13 @@ class TmaModule:
 
         def fire():
             result.allocation.access(result.view, lane, True, True, who)
-            region, index, inside = tensor_desc.elements(coordinates, who)
-            box = _bits(torch.zeros(result.view.shape, dtype=result.view.dtype))
+            region, elements, inside = tensor_desc.elements(coordinates, who)
+            box = bits_of(result.view)
+            if inside is not ...:
+                box[...] = 0
             if region is not None:
-                running().memory.track(region, index, tensor_desc.size, lane, False, who, engine_of=me.program)
-                box[inside] = region.as_type(box.dtype)[index]
-            result.view.copy_(box.view(result.view.dtype))
+                running().memory.track(region, elements, tensor_desc.size, lane, False, who, engine_of=me.program)
+                box[inside] = select(region.bits(tensor_desc.size), elements)
             lane.release_to(mbarrier.arriving)
             mbarrier.bytes -= tensor_desc.nbytes_per_cta
             mbarrier.update()

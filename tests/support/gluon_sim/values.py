@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
 
@@ -34,6 +35,12 @@ TORCH_DTYPES = {
     gl.int1: torch.bool,
 }
 GL_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_BY_NAME = {gl_type.name: dtype for gl_type, dtype in TORCH_DTYPES.items()}
+
+
+def torch_dtype(gl_type) -> torch.dtype:
+    """``TORCH_DTYPES`` without the slow hash of a Gluon type."""
+    return _BY_NAME[gl_type.name]
 
 
 def unwrap(x):
@@ -42,7 +49,7 @@ def unwrap(x):
 
 
 def fits_int32(x: int) -> bool:
-    return -(1 << 31) <= x < 1 << 31
+    return -0x80000000 <= x <= 0x7FFFFFFF
 
 
 def divide_towards_zero(a: int, b: int) -> int:
@@ -88,8 +95,10 @@ class Int32(Literal):
     @classmethod
     def make(cls, value: int, *operands) -> Int32:
         """``value`` as the result of an operation on ``operands``; overflow is an error."""
-        if any(isinstance(x, Int64) or (type(x) in (int, Literal) and not fits_int32(x)) for x in operands):
-            cls = Int64
+        for x in operands:
+            kind = type(x)
+            if kind is Int64 or ((kind is int or kind is Literal) and not fits_int32(x)):
+                cls = Int64
         if not -(1 << cls.bits - 1) <= value < 1 << cls.bits - 1:
             raise SimError(f"int{cls.bits} overflow: {value}")
         return int.__new__(cls, value)
@@ -134,7 +143,7 @@ class Int32(Literal):
         return type(self).make(~int(self))
 
     def to(self, dtype, bitcast: bool = False, **_):
-        from .tensors import Tensor
+        from .tensors import Tensor, value
 
         dtype = unwrap(dtype)
         if dtype.is_ptr():
@@ -191,33 +200,18 @@ for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
 Int32.__hash__ = int.__hash__
 
 
-def value(v: torch.Tensor):
-    """A torch tensor as the kernel sees it: integers without dimensions become scalars."""
-    from .tensors import Tensor
-
-    if v.dim() == 0 and v.dtype == torch.bool:
-        return Bit(bool(v))
-    if v.dim() == 0 and not v.dtype.is_floating_point:
-        return (Int64 if v.dtype in (torch.int64, torch.uint64) else Int32).make(int(v))
-    return Tensor(v)
-
-
 class Pointer:
-    """Byte address(es), an int or an int64 torch tensor, and the Gluon type of the elements."""
+    """Byte address(es), an int or an int64 array, and the Gluon type of the elements, of ``size`` bytes."""
 
-    __slots__ = ("address", "type")
+    __slots__ = ("address", "type", "size")
 
-    def __init__(self, address, type):
+    def __init__(self, address: int | np.ndarray, type, size: int | None = None):
         self.address, self.type = address, type
-
-    @property
-    def size(self) -> int:
-        """Bytes of an element."""
-        return max(1, self.type.primitive_bitwidth // 8)
+        self.size = size or max(1, type.primitive_bitwidth // 8)
 
     @property
     def shape(self) -> list[int]:
-        return list(self.address.shape) if isinstance(self.address, torch.Tensor) else []
+        return list(self.address.shape) if isinstance(self.address, np.ndarray) else []
 
     @property
     def dtype(self):
@@ -225,8 +219,8 @@ class Pointer:
 
     def __add__(self, offset):
         offset = unwrap(offset)
-        steps = int(offset) if isinstance(offset, int) else offset.v.long()
-        return Pointer(self.address + steps * self.size, self.type)
+        steps = int(offset) if isinstance(offset, int) else offset.v.numpy().astype(np.int64)
+        return Pointer(self.address + steps * self.size, self.type, self.size)
 
     __radd__ = __add__
 
@@ -234,8 +228,10 @@ class Pointer:
         return self + (-offset)
 
     def __getitem__(self, index):
-        return Pointer(self.address[index], self.type)
+        return Pointer(self.address[index], self.type, self.size)
 
     def to(self, dtype, bitcast: bool = False, **_):
+        from .tensors import value
+
         dtype = unwrap(dtype)
         return Pointer(self.address, dtype.element_ty) if dtype.is_ptr() else value(torch.as_tensor(self.address))
