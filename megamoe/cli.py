@@ -150,6 +150,7 @@ def bench_mega(
     peer: Annotated[bool, typer.Option(help="A column for DeepGEMM's mega MoE (FP8), if it is installed.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the CSV.")] = Path("bench_results"),
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; the median counts.")] = 7,
+    pause: Annotated[float, typer.Option(help="Seconds of rest before each replay: off the GPU's power limit.")] = 0.0,
 ) -> None:
     """The mega-kernel against separate kernels and DeepGEMM's mega MoE: with torchrun, a process per GPU; or on one."""
     from megamoe.bench import mega, mega_cases
@@ -159,7 +160,7 @@ def bench_mega(
     counts, routings = _numbers("tokens", tokens, "1,8,128"), [name.strip() for name in routing.split(",")]
     precisions = [name.strip() for name in precision.split(",")]
     try:
-        mega.run(shapes, counts, routings, out, rounds, sweeps=sweep, peer=peer, precisions=precisions)
+        mega.run(shapes, counts, routings, out, rounds, sweeps=sweep, peer=peer, precisions=precisions, pause=pause)
     except MegaMoEError as error:
         raise typer.BadParameter(str(error)) from None
 

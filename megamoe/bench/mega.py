@@ -2,7 +2,8 @@
 
 Run: torchrun --standalone --nproc-per-node 2 -m megamoe bench mega [--tokens 1,8,128] [--sweep]; without torchrun on
 one GPU. From BF16 tokens and their routing to BF16 results, casts included. Results are compared with a reference and
-with each other before anything is timed. Times are those of CUDA-graph replays, interleaved, the slowest rank's.
+with each other before anything is timed. Times are those of CUDA-graph replays, interleaved, which all GPUs begin
+together; the slowest rank's. Without pause they run at their power limit; --pause lets them rest before each replay.
 
 On one GPU it is also measured beside nothing but both GEMMs, on the same rows.
 
@@ -24,10 +25,10 @@ import torch.distributed as dist
 from megamoe.bench.gemm_cases import worst_row
 from megamoe.bench.mega_cases import BF16, MegaCase, MegaProblem, MegaWeights, cases, random_weights
 from megamoe.bench.mega_peer import PeerLayer, PeerWeights, find_peer
-from megamoe.bench.ranks import largest, rank_of, size_of, started, world_size
+from megamoe.bench.ranks import largest, rank_of, size_of, started, starter, world_size
 from megamoe.bench.tables import show, write_csv
 from megamoe.bench.timing import check_gpu, eager_microseconds, interleaved
-from megamoe.errors import fail_value
+from megamoe.errors import check_number, fail_value
 from megamoe.kernels import reference
 from megamoe.kernels.mega_plan import MegaSettings
 from megamoe.types import Routing
@@ -124,15 +125,13 @@ def variants(chosen: MegaSettings, sweep: bool, fp8: bool = True) -> Iterator[tu
     """Settings to be measured, by name; the chosen ones first."""
     yield "mega", chosen
     if sweep:
-        for group, lag in ((4, 2), (8, 1), (2, 2), (4, 1)):
+        for group, lag in ((4, 2), (8, 1), (2, 2), (4, 1), (16, 1)):
             if (group, lag) != (chosen.group, chosen.lag):
                 yield f"mega {group},{lag}", replace(chosen, group=group, lag=lag)
-        for skew in (1, 2, 3):
+        for skew in () if fp8 else (1, 2, 3):
             if skew != chosen.skew:
                 yield f"mega skew {skew}", replace(chosen, skew=skew)
         yield "mega chunk 1024", replace(chosen, chunk=1024)
-        if fp8:
-            yield "mega turns", replace(chosen, turns=True)
 
 
 @dataclass(frozen=True)
@@ -143,18 +142,21 @@ class Ranks:
         world: all ranks; there is one also without torchrun, for the peer.
         rank: in it.
         group: for calls of megamoe: None where a rank is alone.
+        pause: seconds of rest before each replay.
     """
 
     world: dist.ProcessGroup | None
     group: dist.ProcessGroup | None
     rank: int
+    pause: float = 0.0
 
 
 def _timed(
     problem: MegaProblem, candidates: dict[str, Callable[[], object]], ranks: Ranks, rounds: int
 ) -> dict[str, float]:
     calls = problem.case.calls(size_of(ranks.group))
-    times = interleaved({name: [call] for name, call in candidates.items()}, rounds, calls)
+    start = starter(ranks.group, problem.device, ranks.pause)
+    times = interleaved({name: [call] for name, call in candidates.items()}, rounds, calls, start)
     problem.finish()
     return largest(times, ranks.group, problem.device)
 
@@ -266,6 +268,7 @@ def run(
     sweeps: bool,
     peer: bool = True,
     precisions: Sequence[str] = ("fp8",),
+    pause: float = 0.0,
 ) -> list[dict[str, object]]:
     """Measures, and prints and writes ``mega.csv``, or ``mega_sweep.csv``, into ``folder`` from rank 0.
 
@@ -274,6 +277,7 @@ def run(
         RuntimeError: somebody's results are wrong.
     """
     wanted = cases(shapes, tokens, routings, world_size(), precisions)
+    check_number("pause", pause, 0.0)
     check_gpu()
     from megamoe.kernels import mega
 
@@ -281,7 +285,7 @@ def run(
         fail_value("triton", "3.8 or later", "must be 3.6 or 3.7 for the mega-kernel in FP8", "Install triton 3.6.")
     begin = time.perf_counter()
     with started() as world:
-        ranks = Ranks(world, world if size_of(world) > 1 else None, rank_of(world))
+        ranks = Ranks(world, world if size_of(world) > 1 else None, rank_of(world), pause)
         module, why = find_peer() if peer and not sweeps else (None, "")
         if why and ranks.rank == 0:
             print(why, flush=True)

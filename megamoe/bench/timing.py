@@ -80,11 +80,17 @@ class Timed:
 
 
 def interleaved(
-    candidates: dict[str, Sequence[Callable[[], object]]], rounds: int = 9, repeats: int | None = None
+    candidates: dict[str, Sequence[Callable[[], object]]],
+    rounds: int = 9,
+    repeats: int | None = None,
+    ready: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """Median microseconds per call of each candidate; in each round all run, in random order, the same on all ranks.
 
     What ran before decides on clock and temperature: a fixed order favours whoever follows a cool kernel.
+
+    Args:
+        ready: called before each replay, such as ``ranks.starter(...)``.
     """
     timed = {name: Timed(calls, repeats) for name, calls in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in timed}
@@ -92,6 +98,8 @@ def interleaved(
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(names, len(names)):
+            if ready is not None:
+                ready()
             samples[name].append(timed[name].replay())
     return {name: statistics.median(values) for name, values in samples.items()}
 

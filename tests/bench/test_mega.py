@@ -69,7 +69,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(FakePeer, "fault", "")
     timed = []
 
-    def once(candidates, rounds, repeats):
+    def once(candidates, rounds, repeats, start):
         timed.append((list(candidates), rounds, repeats))
         for calls in candidates.values():
             for call in calls:
@@ -245,20 +245,19 @@ def test_variants_differ_from_the_chosen_settings():
         found = dict(mega.variants(chosen, sweep=True))
         assert found.pop("mega") == chosen
         assert chosen not in found.values() and len(set(map(str, found.values()))) == len(found)
-        assert found["mega skew 2"].skew == 2 and found["mega turns"].turns
+        assert found["mega skew 2"].skew == 2 and found["mega 16,1"].group == 16
         chosen = replace(chosen, skew=2)
-        found = dict(mega.variants(chosen, sweep=True, fp8=False))
+        found = dict(mega.variants(chosen, sweep=True))
         assert found.pop("mega") == chosen and chosen not in found.values()
-        assert not any(settings.turns for settings in found.values())
         assert {settings.skew for settings in found.values()} == {1, 2, 3}
         assert list(mega.variants(chosen, sweep=False)) == [("mega", chosen)]
 
 
 def test_regret():
-    row = mega.regret_of(SMALL, {"mega": 12.0, "mega 8,1": 10.0, "mega turns": 15.0})
+    row = mega.regret_of(SMALL, {"mega": 12.0, "mega 8,1": 10.0, "mega 2,2": 15.0})
     assert (row["chosen_us"], row["best"], row["best_us"]) == (12.0, "mega 8,1", 10.0)
-    assert row["regret_percent"] == 20.0 and row["ranking"] == "mega_8,1=10.0 mega=12.0 mega_turns=15.0"
-    assert mega.regret_of(SMALL, {"mega": 9.0, "mega turns": 15.0})["regret_percent"] == 0.0
+    assert row["regret_percent"] == 20.0 and row["ranking"] == "mega_8,1=10.0 mega=12.0 mega_2,2=15.0"
+    assert mega.regret_of(SMALL, {"mega": 9.0, "mega 2,2": 15.0})["regret_percent"] == 0.0
 
 
 def test_largest_of_one_rank():
@@ -407,13 +406,16 @@ def test_defaults(monkeypatch):
         == 0
     )
     assert (
-        invoke("bench", "mega", "--shape", "all", "--sweep", "--no-peer", "--precision", "fp8, bf16")[0].exit_code == 0
+        invoke("bench", "mega", "--shape", "all", "--sweep", "--no-peer", "--precision", "fp8, bf16", "--pause", "0.1")[
+            0
+        ].exit_code
+        == 0
     )
     (shapes, tokens, routings, *_), options = calls[0]
     assert (shapes, tokens, routings) == ([[7168, 2048, 64, 8]], [1, 8, 32, 128, 512, 2048, 8192], ["uniform"])
-    assert options == {"sweeps": False, "peer": True, "precisions": ["fp8"]}
+    assert options == {"sweeps": False, "peer": True, "precisions": ["fp8"], "pause": 0.0}
     assert calls[1][0][0] == mega_cases.SHAPES
-    assert calls[1][1] == {"sweeps": True, "peer": False, "precisions": ["fp8", "bf16"]}
+    assert calls[1][1] == {"sweeps": True, "peer": False, "precisions": ["fp8", "bf16"], "pause": 0.1}
     for world_size in (1, 2):
         assert len(cases(mega_cases.SHAPES, tokens, mega_cases.ROUTINGS, world_size)) == 63
 

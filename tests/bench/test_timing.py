@@ -54,3 +54,8 @@ def test_one_candidate(replays):
 def test_repeats_can_be_fixed(replays):
     timing.interleaved({"a": ["a"], "b": ["b"]}, rounds=1, repeats=7)
     assert replays.repeats == [7, 7]
+
+
+def test_ready_comes_before_each_replay(replays):
+    timing.interleaved({"a": ["a"], "b": ["b"]}, rounds=2, ready=lambda: replays.append("ready"))
+    assert replays[::2] == ["ready"] * 4 and "ready" not in replays[1::2]
