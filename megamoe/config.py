@@ -107,12 +107,17 @@ class MoEConfig:
         bias: experts have ``gate_up_proj_bias [E, 2I]`` and ``down_proj_bias [E, H]``.
         shared_intermediate_size: width of the shared expert that every token passes; 0 = none.
         shared_gate: multiply the shared expert's output by sigmoid(x . w) (Qwen2-MoE).
+        fuse_shared_experts: in inference with ``precision="fp8"`` the shared expert is computed together with the
+            routed ones, in FP8, as experts that each rank has for its own tokens; see ``docs/mega_kernel.md``. Where
+            that cannot be, and in training, it stays a dense MLP: ``MoE.explain`` says so.
         precision: of the experts' GEMMs. ``fp8``: e4m3 activations (1x128 scales) and weights (128x128 scales).
             ``bf16``: unquantised, in the dtype of the parameters or of autocast, whichever that is.
         recompute: what the experts' backward pass computes again. ``none``: per row it keeps the row and its
             pre-activations, 2 H + 4 I bytes (``fp8``: H + 4 I, and scales). ``activation``: only the row, 2 H bytes
             (H, and scales), for one more GEMM.
         max_tokens_per_rank: upper bound of tokens per rank and call; ``None`` = unbounded. Passing it is an error.
+        pool_bytes: memory at most, on each rank, of the mega-kernel's pool, through which its experts' rows and
+            activations pass; ``None`` = 384 MiB. With less, rows of many tokens wait longer for room.
         init_std: standard deviation of the initial weights; ``None`` = 1 / sqrt(fan_in).
 
     Raises:
@@ -129,9 +134,11 @@ class MoEConfig:
     bias: bool = False
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    fuse_shared_experts: bool = False
     precision: Precision = "bf16"
     recompute: Recompute = "none"
     max_tokens_per_rank: int | None = None
+    pool_bytes: int | None = None
     init_std: float | None = None
 
     def __post_init__(self) -> None:
@@ -143,18 +150,20 @@ class MoEConfig:
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("recompute", self.recompute, RECOMPUTES)
         check_int("shared_intermediate_size", self.shared_intermediate_size, 0)
-        for name in ("bias", "shared_gate"):
+        for name in ("bias", "shared_gate", "fuse_shared_experts"):
             _check_bool(name, getattr(self, name))
         if self.activation_clamp is not None:
             check_number("activation_clamp", self.activation_clamp, 0.0, exclusive=True)
             if self.activation == "relu2":
                 fail_value("activation_clamp", self.activation_clamp, "has no meaning for relu2", "Pass None.")
-        if self.max_tokens_per_rank is not None:
-            check_int("max_tokens_per_rank", self.max_tokens_per_rank, 1)
+        for name in ("max_tokens_per_rank", "pool_bytes"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
         if self.init_std is not None:
             check_number("init_std", self.init_std, 0.0)
-        if self.shared_gate and not self.shared_intermediate_size:
-            fail_value("shared_gate", True, "needs a shared expert", "Set shared_intermediate_size > 0.")
+        for name in ("shared_gate", "fuse_shared_experts"):
+            if getattr(self, name) and not self.shared_intermediate_size:
+                fail_value(name, True, "needs a shared expert", "Set shared_intermediate_size > 0.")
         self._check_routing()
 
     def _check_routing(self) -> None:

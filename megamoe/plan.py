@@ -19,7 +19,7 @@ ROW_ELEMENT_BYTES = 2
 """Rows travel as 16-bit numbers at most: gradients do so where activations travel in FP8."""
 
 POOL_BYTES = 384 << 20
-"""Of a mega-kernel's pool at most, unless told otherwise: rows that its experts receive, and activations."""
+"""Of a mega-kernel's pool at most, unless the config says otherwise: rows that its experts receive, and activations."""
 
 COLUMN_ALIGN = 16
 """``hidden_size`` is a multiple: rows of FP8 codes are then aligned to 16 bytes."""
@@ -51,6 +51,8 @@ class MemoryPlan:
         top_k, hidden_size: K and H.
         num_local_experts: e, experts of a rank.
         fp8: rows can travel in FP8.
+        shared_experts: S, how many of the K and of the e are for a rank's own tokens alone.
+        pool_bytes: of a mega-kernel's pool at most; not part of the allocation.
         regions: in ascending order of offsets.
         total: bytes of the allocation.
     """
@@ -61,13 +63,17 @@ class MemoryPlan:
     hidden_size: int
     num_local_experts: int
     fp8: bool
+    shared_experts: int
+    pool_bytes: int
     regions: tuple[Region, ...]
     total: int
 
     @property
     def most_rows(self) -> int:
         """Rows that one rank's experts can receive at most, each expert padded to a multiple of 128."""
-        return max_pool_rows(self.ep_size * self.max_tokens * self.top_k, self.num_local_experts)
+        shared = self.shared_experts
+        routed = self.ep_size * self.max_tokens * (self.top_k - shared)
+        return max_pool_rows(routed, self.num_local_experts - shared) + shared * align_up(self.max_tokens)
 
     def __getitem__(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)
@@ -91,13 +97,18 @@ class MemoryPlan:
         pool = self.most_rows * self.hidden_size * element
         lines.append(
             f"Not in it: the rows that a rank's experts receive, at most {self.most_rows:,} = {pool / 2**20:.1f} MiB; "
-            f"a mega-kernel holds {POOL_BYTES / 2**20:.0f} MiB of them at most."
+            f"a mega-kernel holds {self.pool_bytes / 2**20:.0f} MiB of them at most."
         )
         return "\n".join(lines)
 
 
 def plan_memory(
-    config: MoEConfig, ep_size: int, tokens: int | None = None, *, num_experts: int | None = None
+    config: MoEConfig,
+    ep_size: int,
+    tokens: int | None = None,
+    *,
+    num_experts: int | None = None,
+    shared_experts: int = 0,
 ) -> MemoryPlan:
     """The memory of one rank for the exchange of one layer; layers that run one after another share it.
 
@@ -108,6 +119,7 @@ def plan_memory(
         ep_size: R, expert-parallel ranks, 1 to 32, a divisor of the number of experts.
         tokens: T, tokens at most of any rank in a call; default: the config's ``max_tokens_per_rank``.
         num_experts: physical experts of all ranks, where some are there more than once; default: the config's.
+        shared_experts: S, experts that each rank has besides for its own tokens, all of which have a slot for each.
 
     Raises:
         MegaMoEError: an argument is out of range, or ``hidden_size`` is no multiple of 16.
@@ -127,6 +139,7 @@ def plan_memory(
     if num_experts is None:
         num_experts = config.num_experts
     check_int("num_experts", num_experts, config.num_experts)
+    check_int("shared_experts", shared_experts, 0)
     if ep_size > flag_words.MAX_RANKS or num_experts % ep_size:
         fail_value(
             "ep_size",
@@ -134,12 +147,13 @@ def plan_memory(
             f"must be at most {flag_words.MAX_RANKS} and divide num_experts = {num_experts}",
             "Use a group of such a size.",
         )
-    hidden, top_k = config.hidden_size, config.top_k
+    num_local_experts = num_experts // ep_size + shared_experts
+    hidden, top_k = config.hidden_size, config.top_k + shared_experts
     if hidden % COLUMN_ALIGN:
         fail_value("hidden_size", hidden, f"must be a multiple of {COLUMN_ALIGN}", "Pad the model's width.")
-    if ep_size * tokens * top_k + num_experts * ALIGN >= 2**31:
+    if ep_size * (tokens * top_k + num_local_experts * ALIGN) >= 2**31:
         fail_value(
-            "tokens", tokens, f"times {ep_size} ranks times top_k = {top_k} must stay below 2^31 rows", "Lower it."
+            "tokens", tokens, f"times {ep_size} ranks times {top_k} slots must stay below 2^31 rows", "Lower it."
         )
     fp8 = config.precision == "fp8"
     groups = -(-hidden // 128) if fp8 else 0
@@ -167,8 +181,10 @@ def plan_memory(
         max_tokens=tokens,
         top_k=top_k,
         hidden_size=hidden,
-        num_local_experts=num_experts // ep_size,
+        num_local_experts=num_local_experts,
         fp8=fp8,
+        shared_experts=shared_experts,
+        pool_bytes=POOL_BYTES if config.pool_bytes is None else config.pool_bytes,
         regions=tuple(regions),
         total=max(offset, SMALLEST_ALLOCATION),
     )

@@ -39,9 +39,11 @@ EVERYTHING = layer(
     bias=True,
     shared_intermediate_size=48,
     shared_gate=True,
+    fuse_shared_experts=True,
     precision="fp8",
     recompute="activation",
     max_tokens_per_rank=4096,
+    pool_bytes=1 << 28,
     init_std=0.02,
 )
 
@@ -69,9 +71,11 @@ def test_defaults():
         bias=False,
         shared_intermediate_size=0,
         shared_gate=False,
+        fuse_shared_experts=False,
         precision="bf16",
         recompute="none",
         max_tokens_per_rank=None,
+        pool_bytes=None,
         init_std=None,
     )
 
@@ -143,6 +147,7 @@ def test_sizes(name, value, kind, rule):
         ("bias", 1, TypeError, "must be a bool"),
         ("bias", None, TypeError, "must be a bool"),
         ("shared_gate", 1, TypeError, "must be a bool"),
+        ("fuse_shared_experts", "fp8", TypeError, "must be a bool"),
         ("shared_intermediate_size", -1, ValueError, "at least 0"),
         ("shared_intermediate_size", False, TypeError, "must be an integer"),
         ("activation_clamp", 0.0, ValueError, "> 0"),
@@ -154,11 +159,14 @@ def test_sizes(name, value, kind, rule):
         ("max_tokens_per_rank", 0, ValueError, "at least 1"),
         ("max_tokens_per_rank", 1.5, TypeError, "must be an integer"),
         ("max_tokens_per_rank", True, TypeError, "must be an integer"),
+        ("pool_bytes", 0, ValueError, "at least 1"),
+        ("pool_bytes", 1e9, TypeError, "must be an integer"),
         ("init_std", -0.02, ValueError, ">= 0"),
         ("init_std", NAN, ValueError, "finite"),
         ("init_std", "0.02", TypeError, "must be a number"),
         # Rules between fields.
         ("shared_gate", True, ValueError, "needs a shared expert"),
+        ("fuse_shared_experts", True, ValueError, "needs a shared expert"),
         ("top_k", 9, ValueError, "must not exceed num_experts = 8"),
     ],
 )
@@ -280,9 +288,11 @@ def layers(draw) -> MoEConfig:
         bias=draw(st.booleans()),
         shared_intermediate_size=shared,
         shared_gate=bool(shared) and draw(st.booleans()),
+        fuse_shared_experts=bool(shared) and draw(st.booleans()),
         precision=draw(st.sampled_from(["bf16", "fp8"])),
         recompute=draw(st.sampled_from(["none", "activation"])),
         max_tokens_per_rank=draw(st.none() | st.integers(1, 10**6)),
+        pool_bytes=draw(st.none() | st.integers(1, 10**12)),
         init_std=draw(st.none() | positive),
     )
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megamoe import MoEConfig
 from megamoe.kernels import flag_words
 from megamoe.kernels.layout import ALIGN
-from megamoe.plan import REGION_ALIGN, MemoryPlan, plan_memory
+from megamoe.plan import POOL_BYTES, REGION_ALIGN, MemoryPlan, plan_memory
 from tests.support.errors import fails
 
 
@@ -102,6 +102,13 @@ def test_explain_lists_every_region():
     assert f"{plan.total:,}" in text and f"{plan.most_rows:,}" in text
 
 
+def test_the_pool_is_no_part_of_the_allocation():
+    usual, small = plan_memory(config(), 2, 64), plan_memory(config(pool_bytes=3 << 20), 2, 64)
+    assert (usual.pool_bytes, small.pool_bytes) == (POOL_BYTES, 3 << 20) and usual.regions == small.regions
+    assert usual.covers(small) and small.covers(usual)
+    assert "holds 384 MiB of them" in usual.explain() and "holds 3 MiB of them" in small.explain()
+
+
 def test_tokens_come_from_the_config():
     assert plan_memory(config(max_tokens_per_rank=64), 2) == plan_memory(config(), 2, 64)
     assert dataclasses.replace(plan_memory(config(), 2, 64)) == plan_memory(config(), 2, 64)
@@ -114,6 +121,18 @@ def test_replicated_experts():
     assert replicated.regions == plain.regions and plain.covers(replicated)
     with fails(ValueError, "num_experts", 7, "must be at least 8"):
         plan_memory(config(), 2, 64, num_experts=7)
+
+
+def test_shared_experts():
+    """Slots for a rank's own tokens, on experts of its own."""
+    plain, more = plan_memory(config(), 2, 64), plan_memory(config(), 2, 64, shared_experts=3)
+    assert (more.top_k, more.num_local_experts, more.shared_experts) == (5, 7, 3) and more.covers(plain)
+    assert more["slots"].nbytes == 5 * 64 * 256 * 2 and more["list_index"].nbytes == 2 * 64 * 5 * 4
+    # However others are routed, a shared expert has a block of this rank's tokens.
+    assert more.most_rows == plain.most_rows + 3 * 128
+    assert plan_memory(config(), 2, 129, shared_experts=3).most_rows == plan_memory(config(), 2, 129).most_rows + 768
+    with fails(ValueError, "shared_experts", -1, "must be at least 0"):
+        plan_memory(config(), 2, 64, shared_experts=-1)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megamoe.kernels.main_grad import can_be_written, finish
 from megamoe.kernels.mlp_options import MlpOptions
 from megamoe.kernels.reference import FP8_BLOCK
 from megamoe.kernels.row_groups import RowGroups
-from megamoe.kernels.weight_cache import K_MULTIPLE, Padding, fp8_copy
+from megamoe.kernels.weight_cache import K_MULTIPLE, Padding, fp8_copy, joined_copies
 from megamoe.types import ExpertLayout, Fp8Tensor
 
 
@@ -129,13 +129,44 @@ def forward(
     Raises:
         MegaMoEError: the pool does not consist of blocks of 128 rows.
     """
+    up_padding, down_padding = _paddings(options)
+    phase = "training" if trained else "inference"
+    weights = fp8_copy(up_proj, up_padding, phase).plain, fp8_copy(down_proj, down_padding, phase).plain
+    return _forward(rows, row_weights, *weights, up_bias, down_bias, layout, options, trained, row_codes)
+
+
+def forward_joined(
+    rows: torch.Tensor,
+    row_weights: torch.Tensor,
+    ups: tuple[torch.Tensor, torch.Tensor],
+    downs: tuple[torch.Tensor, torch.Tensor],
+    layout: ExpertLayout,
+    options: MlpOptions,
+    row_codes: Fp8Tensor | None = None,
+) -> torch.Tensor:
+    """The result of rows of e + s experts, in inference, whose weights are two tensors each (``joined_copies``)."""
+    weights = (joined_copies(*pair, padding) for pair, padding in zip((ups, downs), _paddings(options), strict=True))
+    return _forward(rows, row_weights, *weights, None, None, layout, options, False, row_codes)[0]
+
+
+def _forward(
+    rows: torch.Tensor,
+    row_weights: torch.Tensor,
+    up: Fp8Tensor,
+    down: Fp8Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    layout: ExpertLayout,
+    options: MlpOptions,
+    trained: bool,
+    row_codes: Fp8Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """``forward`` with padded weights."""
     if rows.shape[0] % FP8_BLOCK:
         fail_value(
             "rows.shape[0]", rows.shape[0], f"must be a multiple of {FP8_BLOCK} in FP8", "Add rows of no expert."
         )
     up_padding, down_padding = _paddings(options)
-    phase = "training" if trained else "inference"
-    up, down = fp8_copy(up_proj, up_padding, phase).plain, fp8_copy(down_proj, down_padding, phase).plain
     groups, weights, wide = RowGroups.padded(layout), _weights(row_weights), _intermediate_dtype(rows)
     columns = up.codes.shape[2]
     if row_codes is None:

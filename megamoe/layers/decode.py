@@ -13,6 +13,7 @@ from megamoe.comm.collective import CollectiveExchange
 from megamoe.errors import check_int, check_tensor, fail_type, fail_value
 from megamoe.layers.experts import Experts
 from megamoe.layers.parallel import local_tensor
+from megamoe.layers.shared import SharedExperts
 
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -98,8 +99,7 @@ class DecodeRunner:
             first = next(layer.parameters(), None)
             device = torch.device("cpu") if first is None else local_tensor(first).device
         self._layer, self._hidden_size, self._dtype = layer, hidden_size, dtype
-        modules = [module for module in layer.modules() if isinstance(module, Experts)]
-        self._with_copies = [module for module in modules if module.options.precision == "fp8"]
+        self._with_copies = [module for module in layer.modules() if _has_copies(module)]
         self.captures = 0
         self._sizes = tuple(buckets)
         self._buckets: dict[int, _Bucket] = {}
@@ -169,8 +169,8 @@ class DecodeRunner:
         if bucket.graph is None:
             with torch.no_grad():
                 return self._layer(bucket.hidden_states, bucket.token_mask)[: step.num_tokens]
-        for experts in self._with_copies:
-            experts.refresh_copies()
+        for module in self._with_copies:
+            module.refresh_copies()
         bucket.graph.replay()
         return step.out
 
@@ -209,3 +209,10 @@ class DecodeRunner:
             with torch.cuda.graph(bucket.graph, pool=pool):
                 bucket.out = self._layer(bucket.hidden_states, bucket.token_mask)
         self.captures += 1
+
+
+def _has_copies(module: nn.Module) -> bool:
+    """Whether graphs may read FP8 copies of its weights."""
+    if isinstance(module, Experts):
+        return module.config.precision == "fp8"
+    return isinstance(module, SharedExperts) and module.config.fuse_shared_experts and module.config.gated

@@ -15,11 +15,13 @@ from megamoe.config import MoEConfig, check_config
 from megamoe.errors import FLOATING, check_tensor, fail_type, fail_value
 from megamoe.kernels import weight_cache
 from megamoe.kernels.mlp import grouped_mlp
+from megamoe.kernels.mlp_joined import joined_mlp
 from megamoe.kernels.mlp_options import MlpOptions
+from megamoe.kernels.shared_slots import add_shared_slots
 from megamoe.layers.fused import FusedExperts
 from megamoe.layers.parallel import check_same_on_all_ranks, local_tensor, resolve_group, shard_parameter
 from megamoe.layers.replicas import ExpertSlots
-from megamoe.layers.shared import compute_dtype
+from megamoe.layers.shared import SharedExperts, compute_dtype
 from megamoe.layers.transport import Transport
 from megamoe.placement import ExpertPlacement
 from megamoe.types import Routing
@@ -131,6 +133,8 @@ class Experts(nn.Module):
         up_rows = self.options.halves * width
         shapes = {self._up_name: (up_rows, hidden), "down_proj": (hidden, width)}
         biases = {f"{self._up_name}_bias": (up_rows,), "down_proj_bias": (hidden,)}
+        # The other bias is never padded.
+        self._copied = (*shapes, f"{self._up_name}_bias") if config.bias else tuple(shapes)
         for name, shape in {**shapes, **biases}.items():
             parameter = None
             if name in shapes or config.bias:
@@ -161,7 +165,11 @@ class Experts(nn.Module):
         self.slots.reset()
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        shared: SharedExperts | None = None,
     ) -> torch.Tensor:
         """The weighted sum of each token's experts; the call of ``transformers``' experts modules.
 
@@ -169,13 +177,14 @@ class Experts(nn.Module):
             hidden_states: floating ``[T, H]``. T may differ between ranks and may be 0; every rank must call.
             top_k_index: int32 or int64 ``[T, K]``; ids outside ``[0, E)``, by convention -1, add nothing.
             top_k_weights: floating ``[T, K]``.
+            shared: to be computed too and added, for all tokens; only where ``fuses`` says so.
 
         Returns:
             ``[T, H]`` in the dtype of ``hidden_states``; a token without experts gets zeros.
 
         Raises:
-            MegaMoEError: wrong shape, dtype or device, also of a ``main_grad``, T > ``max_tokens_per_rank``, or
-                gradients of the parameters wanted under a placement other than the default.
+            MegaMoEError: wrong shape, dtype or device, also of a ``main_grad``, T > ``max_tokens_per_rank``, gradients
+                of the parameters wanted under a placement other than the default, or ``shared`` cannot be fused.
             ExchangeError: another rank did not take part.
         """
         self.check_tokens(hidden_states)
@@ -189,26 +198,48 @@ class Experts(nn.Module):
         dtype = compute_dtype(up_proj, hidden_states.device.type)
         routing = Routing(self.slots.translate(top_k_index.long()), top_k_weights)
         asked = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
-        fused = self._transport.fused_for(hidden_states, dtype, trained or asked)
+        if shared is not None:
+            routing = self._with_shared_slots(routing, hidden_states, shared)
+        fused = self._transport.fused_for(hidden_states, dtype, trained or asked, shared is not None)
         if fused is not None:
-            return self._run_fused(fused, hidden_states, routing, up_proj, down_proj)
+            biases = None if up_bias is None else (up_bias, down_bias)
+            return self._run_fused(fused, hidden_states, routing, up_proj, down_proj, biases, shared)
         fp8 = self.options.precision == "fp8"
-        dispatched = self.exchange.dispatch(hidden_states, routing, dtype, fp8)
+        exchange = self.exchange if shared is None else self._transport.exchange_with_shared
+        dispatched = exchange.dispatch(hidden_states, routing, dtype, fp8)
         if not self.training:
             self.slots.count_rows(dispatched.layout)
-        rows = grouped_mlp(
-            dispatched.rows,
-            dispatched.row_weights,
-            up_proj,
-            down_proj,
-            dispatched.layout,
-            self.options,
-            up_bias,
-            down_bias,
-            owners,
-            dispatched.codes,
+        operands = dispatched.rows, dispatched.row_weights, up_proj, down_proj
+        layout, codes = dispatched.layout, dispatched.codes
+        if shared is None:
+            rows = grouped_mlp(*operands, layout, self.options, up_bias, down_bias, owners, codes)
+        else:
+            rows = joined_mlp(*operands, shared.weights, layout, self.options, codes)
+        return exchange.combine(rows, dispatched.handle, hidden_states.dtype)
+
+    def fuses(self, shared: SharedExperts, hidden_states: torch.Tensor, top_k_weights: torch.Tensor) -> bool:
+        """Whether a call can be given ``shared``: the config wants it, and no gradients are recorded."""
+        if not self._transport.shared_experts or hasattr(shared.down_proj, "placements"):
+            return False
+        if not torch.is_grad_enabled():
+            return True
+        recorded = (hidden_states, top_k_weights, *self.parameters(recurse=False), *shared.parameters())
+        return not any(tensor.requires_grad for tensor in recorded)
+
+    def _with_shared_slots(self, routing: Routing, hidden_states: torch.Tensor, shared: SharedExperts) -> Routing:
+        if not self.fuses(shared, hidden_states, routing.topk_weights):
+            rule = "cannot be fused: the config or the path does not allow it, or gradients are recorded"
+            fail_value("shared", type(shared).__name__, rule, "Ask fuses(...) first; explain() says why.")
+        gate = shared.shared_gate
+        return add_shared_slots(
+            routing,
+            hidden_states.detach(),
+            None if gate is None else gate.detach(),
+            rank=self.slots.rank,
+            num_experts=self.exchange.num_experts,
+            num_local=self.exchange.num_local_experts,
+            shared=self._transport.shared_experts,
         )
-        return self.exchange.combine(rows, dispatched.handle, hidden_states.dtype)
 
     def _run_fused(
         self,
@@ -217,6 +248,8 @@ class Experts(nn.Module):
         routing: Routing,
         up_proj: torch.Tensor,
         down_proj: torch.Tensor,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+        shared: SharedExperts | None,
     ) -> torch.Tensor:
         fused.check_routing(routing, hidden_states.shape[0])
         out, layout = fused(
@@ -226,6 +259,8 @@ class Experts(nn.Module):
             down_proj,
             activation=self.options.activation,
             clamp=self.options.clamp,
+            biases=biases,
+            shared=None if shared is None else shared.weights,
             out_dtype=hidden_states.dtype,
         )
         if not self.training:
@@ -237,7 +272,7 @@ class Experts(nn.Module):
         self._transport.close()
 
     def explain(self) -> str:
-        """How calls without and with gradients go, and why: a line each."""
+        """How calls without and with gradients go, and shared experts that are to be fused, and why: a line each."""
         return self._transport.explain()
 
     @property
@@ -253,16 +288,22 @@ class Experts(nn.Module):
         self.refresh_copies()
 
     def refresh_copies(self) -> None:
-        """Casts FP8 copies of weights that have changed, in place: captured graphs read them. Cheap if none has."""
-        for name in (self._up_name, "down_proj"):
+        """Makes copies of weights and biases that have changed anew, in place: captured graphs read them. Cheap if none
+        has."""
+        for name in self._copied:
             # Faster than the attribute; where a weight is computed instead, it has no lasting copies.
             weight = self._parameters.get(name)
             if weight is not None:
                 weight_cache.refresh(weight)
 
     def _watch_weights(self) -> None:
-        for name in (self._up_name, "down_proj"):
-            weight_cache.watch(self, name)
+        for name in self._copied:
+            self._watch(name)
+
+    def _watch(self, name: str) -> None:
+        weight_cache.watch(self, name)
+        if self._transport.shared_experts:
+            weight_cache.reserve(getattr(self, name), self._transport.shared_experts)
 
     def __setattr__(self, name: str, value: Any) -> None:
         old = self.__dict__.get("_parameters", {}).get(name)
@@ -270,7 +311,7 @@ class Experts(nn.Module):
         if old is not None and old is not value:
             # FSDP2 swaps parameters around each use and gathers new values into the same one, with the same version.
             weight_cache.forget(old)
-            weight_cache.watch(self, name)
+            self._watch(name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Experts:
         self.slots.apply(fn)

@@ -16,9 +16,10 @@ from megamoe.errors import FLOATING, check_choice, check_int, check_number, chec
 from megamoe.kernels.gemm_checks import check_contiguous, check_fp8
 from megamoe.kernels.gemm_swiglu import ACTIVATIONS
 from megamoe.kernels.mega_plan import MegaPlan, MegaSettings, Weight, choose_settings, plan_mega
+from megamoe.kernels.mlp_joined import SharedWeights
 from megamoe.kernels.reference import FP8_BLOCK
-from megamoe.kernels.weight_cache import K_MULTIPLE, Padding, fp8_copy
-from megamoe.plan import POOL_BYTES, MemoryPlan
+from megamoe.kernels.weight_cache import K_MULTIPLE, Padding, fp8_copy, joined_copies, padded_bias
+from megamoe.plan import MemoryPlan
 from megamoe.types import ExpertLayout, Fp8Tensor, Routing
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def mega_moe(
     expert_counts: torch.Tensor | None = None,
     tokens_bound: int | None = None,
     num_rows: int | None = None,
-    pool_bytes: int = POOL_BYTES,
+    pool_bytes: int | None = None,
     settings: MegaSettings | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, by one persistent kernel. For inference, on Hopper GPUs.
@@ -70,7 +71,7 @@ def mega_moe(
         tokens_bound: tokens at most of any rank in this call, for the choice of settings; default: the plan's.
         num_rows: rows that this rank's experts can receive, a multiple of 128; default: as many as any routing needs.
             Rows beyond are lost, and ``buffer.check`` says so.
-        pool_bytes: of the memory that these rows and activations pass through, at most.
+        pool_bytes: of the memory that these rows and activations pass through, at most; default: the plan's.
         settings: of the kernel; default: chosen by size. Spare SMs for other streams with ``MegaSettings(sms=...)``.
 
     Returns:
@@ -177,7 +178,7 @@ def _check_activation(activation: str, clamp: float | None) -> None:
 def _check_biases(
     up: torch.Tensor | None, down: torch.Tensor | None, weight: Weight, experts: FusedExperts
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Both biases as the kernel takes them, or None."""
+    """Both biases, or None."""
     if up is None and down is None:
         return None
     for name, bias, other in (("gate_up_bias", up, "down_bias"), ("down_bias", down, "gate_up_bias")):
@@ -187,9 +188,7 @@ def _check_biases(
     device = experts.buffer.device
     check_tensor("gate_up_bias", up, (local, columns), FLOATING, device)
     check_tensor("down_bias", down, (local, hidden), FLOATING, device)
-    if experts.settings.turns:
-        fail_value("settings.turns", True, "must be False with biases", "Set skew.")
-    return up.float().contiguous(), down.float().contiguous()
+    return up, down
 
 
 # ---------------------------------------------------------------- calls
@@ -245,14 +244,16 @@ class FusedExperts:
         activation: str,
         clamp: float | None,
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+        shared: SharedWeights | None = None,
         out: torch.Tensor | None = None,
         out_dtype: torch.dtype = torch.bfloat16,
     ) -> tuple[torch.Tensor, ExpertLayout]:
         """``out [T, H]``, or where it is None a new tensor in ``out_dtype``, and this rank's rows: void after the next
         call.
 
-        Arguments as in ``mega_moe``, checked; ``biases`` as in ``kernels.mega.call``. Weights may have any floating
-        dtype: FP8 GEMMs take their FP8 copies, see ``weight_cache``, BF16 ones BF16 copies, which live for this call.
+        Arguments as in ``mega_moe``, checked. Weights may have any floating dtype, and any I in FP8: FP8 GEMMs take
+        their FP8 copies, and biases as wide as these, see ``weight_cache``, BF16 ones BF16 copies, which live for this
+        call. With ``shared``, for a plan with shared experts, weights are floating, and the routing has their slots.
         """
         index, weights = routing.topk_index.long().contiguous(), routing.topk_weights.detach().float().contiguous()
         up, up_scales = _parts(gate_up_proj)
@@ -268,6 +269,7 @@ class FusedExperts:
                 down,
                 down_scales,
                 *(biases or (None, None)),
+                *(shared or (None, None)),
                 self.name,
                 activation,
                 clamp,
@@ -278,7 +280,8 @@ class FusedExperts:
             return result, ExpertLayout(counts, starts, self.plan.num_rows)
         if out is None:
             out = torch.empty(index.shape[0], self.plan.memory.hidden_size, dtype=out_dtype, device=index.device)
-        return out, self.run(x, index, weights, (up, up_scales), (down, down_scales), out, activation, clamp, biases)
+        operands = (up, up_scales), (down, down_scales), out
+        return out, self.run(x, index, weights, *operands, activation, clamp, biases, shared)
 
     def run(
         self,
@@ -291,6 +294,7 @@ class FusedExperts:
         activation: str,
         clamp: float | None,
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+        shared: SharedWeights | None = None,
     ) -> ExpertLayout:
         """An eager call of checked arguments; returns this rank's rows: void after the next call.
 
@@ -298,7 +302,8 @@ class FusedExperts:
             x: ``[T, H]``. None: the tokens lie in the buffer, see ``kernels.mega.call``.
             index, weights: int64 and fp32 ``[T, K]``, contiguous.
             up, down: codes and scales, or a floating weight and None.
-            biases: as in ``kernels.mega.call``.
+            biases: of both GEMMs, floating, as wide as the weights' rows.
+            shared: weights of the plan's shared experts, in FP8.
         """
         from megamoe.kernels import mega
 
@@ -312,23 +317,41 @@ class FusedExperts:
             scratch,
             x,
             (index, weights),
-            self._operand(*up, UP_PADDING),
-            self._operand(*down, DOWN_PADDING),
+            *self._weights(up, down, shared),
             out,
             num_experts=self.num_experts,
             activation=activation,
             clamp=clamp,
             all_sms=self._all_sms,
-            biases=biases,
+            biases=None if biases is None else self._biases(*biases),
         )
         self.buffer.run(launches)
         return ExpertLayout(scratch["counts"], scratch["starts"], self.plan.num_rows)
+
+    def _weights(
+        self,
+        up: tuple[torch.Tensor, torch.Tensor | None],
+        down: tuple[torch.Tensor, torch.Tensor | None],
+        shared: SharedWeights | None,
+    ) -> tuple[Weight, Weight]:
+        if shared is None:
+            return self._operand(*up, UP_PADDING), self._operand(*down, DOWN_PADDING)
+        more_up, more_down = shared.experts(down[0].shape[2])
+        return joined_copies(up[0], more_up, UP_PADDING), joined_copies(down[0], more_down, DOWN_PADDING)
 
     def _operand(self, weight: torch.Tensor, scales: torch.Tensor | None, padding: Padding) -> Weight:
         """The weight itself, or its copy."""
         if not self.plan.memory.fp8:
             return weight.detach().bfloat16().contiguous()
         return fp8_copy(weight, padding, "inference").plain if scales is None else Fp8Tensor(weight, scales, BLOCK)
+
+    def _biases(self, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the kernel takes them: where nothing has to be padded, the very parameters if they are BF16 or fp32."""
+        if up.shape[1] != 2 * self.plan.intermediate_size:
+            up = padded_bias(up.detach(), UP_PADDING)
+        wide = (bias if bias.dtype == torch.bfloat16 else bias.float() for bias in (up, down))
+        up, down = (bias.detach().contiguous() for bias in wide)
+        return up, down
 
     def scratch(self) -> dict[str, torch.Tensor]:
         """The memory of the buffer's calls, laid out for these; allocated when first asked for, outside captures."""
@@ -352,7 +375,7 @@ def fused_experts(
     settings: MegaSettings | None = None,
     tokens_bound: int | None = None,
     num_rows: int | None = None,
-    pool_bytes: int = POOL_BYTES,
+    pool_bytes: int | None = None,
 ) -> FusedExperts:
     """The calls of a layer of ``plan`` and ``intermediate_size`` on ``buffer``: the same object for the same arguments.
 
@@ -371,7 +394,8 @@ def fused_experts(
             sms=all_sms,
             fp8=plan.fp8,
         )
-    _check_settings(settings, all_sms, plan.fp8)
+    _check_settings(settings, all_sms)
+    pool_bytes = plan.pool_bytes if pool_bytes is None else pool_bytes
     key = (plan, intermediate_size, settings, num_rows, pool_bytes)
     made = buffer.attached.setdefault("fused experts", {})
     if key not in made:
@@ -404,7 +428,7 @@ def _all_sms(device: torch.device, settings: MegaSettings | None, fp8: bool) -> 
     return settings.sms
 
 
-def _check_settings(settings: MegaSettings, all_sms: int, fp8: bool) -> None:
+def _check_settings(settings: MegaSettings, all_sms: int) -> None:
     check_int("settings.sms", settings.sms, 1)
     if settings.sms > all_sms:
         rule = f"must not exceed the device's {all_sms}: all programs run at once"
@@ -413,8 +437,6 @@ def _check_settings(settings: MegaSettings, all_sms: int, fp8: bool) -> None:
         check_int(f"settings.{name}", getattr(settings, name), 1)
     if settings.skew >= settings.stages:
         fail_value("settings.skew", settings.skew, f"must be below stages = {settings.stages}", "Lower it.")
-    if settings.turns and not fp8:
-        fail_value("settings.turns", True, "must be False in BF16", "Set skew.")
 
 
 def _not_in_capture(device: torch.device) -> None:
@@ -443,6 +465,8 @@ def _operator(
     down_scales: torch.Tensor | None,
     up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    shared_up: torch.Tensor | None,
+    shared_down: torch.Tensor | None,
     experts: str,
     activation: str,
     clamp: float | None,
@@ -453,11 +477,14 @@ def _operator(
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     biases = None if up_bias is None else (up_bias, down_bias)
     operands = x, topk_index, topk_weights, (up, up_scales), (down, down_scales), out
-    layout = calls.run(*operands, activation, clamp, biases)
+    shared = None if shared_up is None else SharedWeights(shared_up, shared_down)
+    layout = calls.run(*operands, activation, clamp, biases, shared)
     return out, layout.counts.clone(), layout.starts.clone()
 
 
 @_operator.register_fake
-def _(x, topk_index, topk_weights, up, up_scales, down, down_scales, up_bias, down_bias, *options):
-    counts = topk_index.new_empty(up.shape[0])
+def _(x, topk_index, topk_weights, up, up_scales, down, down_scales, *others):
+    shared_down, *options = others[3:]
+    shared = 0 if shared_down is None else shared_down.shape[1] // down.shape[2]
+    counts = topk_index.new_empty(up.shape[0] + shared)
     return x.new_empty(x.shape, dtype=options[-1]), counts, torch.empty_like(counts)

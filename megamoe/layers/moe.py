@@ -74,7 +74,8 @@ class MoE(nn.Module):
         self.experts.close()
 
     def explain(self) -> str:
-        """Which path calls of the experts take without and with gradients, and why: a line each."""
+        """Which path calls of the experts take without and with gradients, and how a shared expert goes that is to be
+        fused, and why: a line each."""
         return self.experts.explain()
 
     def forward(self, hidden_states: torch.Tensor, token_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -111,7 +112,10 @@ class MoE(nn.Module):
         routing = self.router(tokens, token_mask)
         if not isinstance(routing, Routing):
             fail_type("router's result", type(routing).__name__, "must be a Routing", "Return megamoe.Routing(...).")
+        shared = self.shared_experts
+        if shared is not None and self.experts.fuses(shared, tokens, routing.topk_weights):
+            return self.experts(tokens, routing.topk_index, routing.topk_weights, shared).view(hidden_states.shape)
         out = self.experts(tokens, routing.topk_index, routing.topk_weights)
-        if self.shared_experts is not None:
-            out = out + self.shared_experts(tokens)
+        if shared is not None:
+            out = out + shared(tokens)
         return out.view(hidden_states.shape)

@@ -11,7 +11,7 @@ from megamoe.config import MoEConfig
 from megamoe.errors import MegaMoEError
 from megamoe.kernels import flag_words
 from megamoe.kernels.layout import align_up
-from megamoe.kernels.mega_plan import plan_mega
+from megamoe.kernels.mega_plan import MOST_LOCAL_EXPERTS, MOST_TOP_K, choose_settings, plan_mega
 from megamoe.plan import COLUMN_ALIGN, plan_memory
 
 BF16 = torch.bfloat16
@@ -23,7 +23,8 @@ class PathChoice:
 
     Attributes:
         path: ``collective`` (torch.distributed between separate kernels), ``staged`` (NVLink between separate kernels;
-            on one rank nothing travels) or ``fused`` (the mega-kernel).
+            on one rank nothing travels) or ``fused`` (the mega-kernel); of shared experts ``fused`` (with the routed
+            ones) or ``dense``.
         reason: a clause.
     """
 
@@ -58,24 +59,60 @@ CROSSOVERS = (
 """By precision and ascending number of ranks, from ``bench mega``."""
 
 
-def why_not_fused(config: MoEConfig, ranks: int, *, device_obstacle: str = "", num_experts: int | None = None) -> str:
+def fused_shared_experts(config: MoEConfig, ranks: int, *, num_experts: int | None = None) -> tuple[int, str]:
+    """S, the experts of the routed ones' width as which the shared expert is computed with them; if 0, why.
+
+    Args:
+        num_experts: physical experts of all ranks; default: the config's.
+    """
+    width, inner = config.shared_intermediate_size, config.intermediate_size
+    count = width // inner
+    local = (config.num_experts if num_experts is None else num_experts) // ranks
+    obstacle = ""
+    if not config.fuse_shared_experts:
+        obstacle = "fuse_shared_experts is not set"
+    elif config.precision != "fp8":
+        obstacle = "BF16 weights are not copied, and those of shared and routed experts do not lie side by side"
+    elif not config.gated:
+        obstacle = f"the mega-kernel has no activation without gate ({config.activation})"
+    elif config.bias:
+        obstacle = "the routed experts have biases, and the shared one has none"
+    elif width % inner:
+        obstacle = f"its width {width} is no multiple of intermediate_size = {inner}"
+    elif config.top_k + count > MOST_TOP_K:
+        obstacle = f"top_k = {config.top_k} and {count} more slots are beyond the mega-kernel's {MOST_TOP_K}"
+    elif local + count > MOST_LOCAL_EXPERTS:
+        obstacle = f"{local} experts of a rank and {count} more are beyond the mega-kernel's {MOST_LOCAL_EXPERTS}"
+    return (0, obstacle) if obstacle else (count, "")
+
+
+def why_not_fused(
+    config: MoEConfig,
+    ranks: int,
+    *,
+    device_obstacle: str = "",
+    num_experts: int | None = None,
+    shared_experts: int = 0,
+) -> str:
     """Why the mega-kernel cannot serve a layer, or nothing.
 
     Args:
         device_obstacle: why it does not run on the device, or nothing.
         num_experts: physical experts of all ranks; default: the config's.
+        shared_experts: as in ``plan_memory``.
     """
     if device_obstacle:
         return device_obstacle
-    if config.bias:
-        return "a layer with biases takes separate kernels"
     if not config.gated:
         return f"the mega-kernel has no activation without gate ({config.activation})"
     if config.max_tokens_per_rank is None:
         return "max_tokens_per_rank is not set, on which the shared memory depends"
     try:
-        memory = plan_memory(config, ranks, num_experts=num_experts)
-        plan_mega(memory, kernel_width(config), sms=1)
+        memory = plan_memory(config, ranks, num_experts=num_experts, shared_experts=shared_experts)
+        plan = plan_mega(memory, kernel_width(config), sms=1, pool_bytes=memory.pool_bytes)
+        experts = memory.num_local_experts * ranks
+        sizes = dict(tokens=memory.max_tokens, ranks=ranks, top_k=memory.top_k, num_experts=experts)
+        plan.check_pool(choose_settings(**sizes, sms=1, fp8=memory.fp8))
     except MegaMoEError as error:
         return f"beyond the mega-kernel's limits: {error}"
     return ""
@@ -113,6 +150,7 @@ def choose_path(
     device_obstacle: str = "",
     unreachable: str = "",
     num_experts: int | None = None,
+    shared_experts: int = 0,
     crossovers: Sequence[Crossover] = CROSSOVERS,
 ) -> PathChoice:
     """The fastest path that can serve a layer. Nothing is looked up anywhere: all ranks that ask alike choose alike.
@@ -126,12 +164,13 @@ def choose_path(
         device_obstacle: why the mega-kernel does not run on the device, or nothing.
         unreachable: why ranks cannot share memory, or nothing.
         num_experts: physical experts of all ranks; default: the config's.
+        shared_experts: as in ``plan_memory``.
         crossovers: what was measured.
     """
     obstacle = why_not_staged(config, ranks, device=device, dtype=dtype) or (unreachable if ranks > 1 else "")
     if obstacle:
         return PathChoice("collective", obstacle)
-    obstacle = without_fusion(config, ranks, dtype, needs_grad, device_obstacle, num_experts)
+    obstacle = without_fusion(config, ranks, dtype, needs_grad, device_obstacle, num_experts, shared_experts)
     if obstacle:
         return PathChoice("staged", obstacle)
     tokens = config.max_tokens_per_rank
@@ -148,14 +187,23 @@ def without_fusion(
     needs_grad: bool,
     device_obstacle: str = "",
     num_experts: int | None = None,
+    shared_experts: int = 0,
 ) -> str:
     """Why calls take separate kernels whatever is faster, or nothing; arguments as in ``choose_path``."""
     if needs_grad:
         return "gradients are recorded, and the mega-kernel has no backward pass"
-    obstacle = why_not_fused(config, ranks, device_obstacle=device_obstacle, num_experts=num_experts)
+    sizes = dict(num_experts=num_experts, shared_experts=shared_experts)
+    obstacle = why_not_fused(config, ranks, device_obstacle=device_obstacle, **sizes)
     if not obstacle and dtype != BF16:
         obstacle = f"the mega-kernel takes rows in bfloat16, and they are {dtype}"
     return obstacle
+
+
+def choose_shared(obstacle: str) -> PathChoice:
+    """How a shared expert is computed that is to be fused; ``obstacle`` as from ``fused_shared_experts``."""
+    if obstacle:
+        return PathChoice("dense", obstacle)
+    return PathChoice("fused", "with the routed experts, in FP8, where no gradients are recorded")
 
 
 def explain(choices: Mapping[str, PathChoice]) -> str:

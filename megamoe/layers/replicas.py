@@ -98,8 +98,9 @@ class ExpertSlots:
         return choose_replicas(topk_index, self.first, self.count, self.replicas)
 
     def count_rows(self, layout: ExpertLayout) -> None:
-        """Adds the rows of this rank's slots to ``rows_received``."""
-        self.rows_received.index_add_(0, self.expert_of_slot, layout.counts)
+        """Adds the rows of this rank's slots to ``rows_received``, without those of shared experts after them."""
+        counts = layout.counts[: self.expert_of_slot.numel()]
+        self.rows_received.index_add_(0, self.expert_of_slot, counts)
 
     def _tables(self) -> dict[str, list[int]]:
         placement, rank = self.placement, self.rank

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megamoe.config import MoEConfig, check_config
 from megamoe.errors import FLOATING, check_int, check_tensor
+from megamoe.kernels import weight_cache
+from megamoe.kernels.mlp_joined import SharedWeights
 from megamoe.kernels.reference import activate
 
 
@@ -21,7 +25,8 @@ def compute_dtype(parameter: torch.Tensor, device_type: str) -> torch.dtype:
 class SharedExperts(nn.Module):
     """``x -> down(activation(gate_up(x)))``, times sigmoid(x . shared_gate) where the config says so.
 
-    Replicated on every rank and not quantised. Several shared experts of one width are one expert of their total width.
+    Replicated on every rank. Several shared experts of one width are one expert of their total width. Not quantised
+    here; a ``MoE`` can compute it with the routed experts instead: see ``fuse_shared_experts`` in ``MoEConfig``.
 
     Attributes:
         gate_up_proj: ``[2S, H]`` (gate rows, then up rows), S = ``shared_intermediate_size``; ``up_proj [S, H]`` for an
@@ -66,6 +71,23 @@ class SharedExperts(nn.Module):
         if self.shared_gate is not None:
             out = out * F.linear(x, self.shared_gate.to(dtype)).sigmoid()
         return out.to(hidden_states.dtype)
+
+    @property
+    def weights(self) -> SharedWeights:
+        """Of an expert with a gate."""
+        return SharedWeights(self.gate_up_proj, self.down_proj)
+
+    def refresh_copies(self) -> None:
+        """As ``Experts.refresh_copies``."""
+        for weight in self.weights:
+            weight_cache.refresh(weight)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        old = self.__dict__.get("_parameters", {}).get(name)
+        super().__setattr__(name, value)
+        if old is not None and old is not value:
+            # As in ``Experts``.
+            weight_cache.forget(old)
 
     def extra_repr(self) -> str:
         config = self.config

@@ -34,7 +34,11 @@ class Transport:
         device, dtype: of the parameters.
 
     Attributes:
-        choices: how ``inference`` and ``training`` go, once ``make`` was called.
+        choices: how ``inference`` and ``training`` go, and ``shared`` experts that are to be fused, once ``make`` was
+            called.
+        shared_experts: S, as how many experts the shared one is computed with the routed ones in inference; 0: it is
+            not.
+        exchange_with_shared: between the routed and, after those of each rank, the S shared ones; None where S is 0.
         obstacle: why the mega-kernel does not run on the device, where the path asks for it.
 
     Raises:
@@ -54,6 +58,8 @@ class Transport:
         self._config, self._group, self._path, self._dtype = config, group, path, dtype
         self._buffer: SymmetricBuffer | None = None
         self._fused: FusedExperts | None = None
+        self.shared_experts = 0
+        self.exchange_with_shared: Exchange | None = None
         self.choices: dict[str, PathChoice] = {}
         self.obstacle = ""
         if path == "collective":
@@ -85,32 +91,51 @@ class Transport:
                 ``SymmetricBuffer``.
         """
         ranks = 1 if self._group is None else dist.get_world_size(self._group)
-        choices, plan, buffer = self._choose(ranks, num_experts), None, None
+        shared, apart = paths.fused_shared_experts(self._config, ranks, num_experts=num_experts)
+        sizes = dict(num_experts=num_experts, shared_experts=shared)
+        choices, plan, buffer = self._choose(ranks, sizes), None, None
         wanted = {choice.path for choice in choices.values()} & ({"fused"} if ranks == 1 else {"staged", "fused"})
         if wanted:
-            plan = plan_memory(self._config, ranks, num_experts=num_experts)
+            plan = plan_memory(self._config, ranks, **sizes)
             try:
                 buffer = acquire_buffer(plan, self._group, device=self._device)
             except MegaMoEValueError as error:
                 if self._path != "auto":
                     raise
                 # All ranks raise together, and none has got memory.
-                choices = self._choose(ranks, num_experts, f"ranks cannot share memory ({error})")
+                choices = self._choose(ranks, sizes, f"ranks cannot share memory ({error})")
         # The one before only now, so that it is found again.
         self.close()
-        self._buffer = buffer
+        self._buffer, self.shared_experts = buffer, shared
         if buffer is not None and choices["inference"].path == "fused":
             self._fused = fused_experts(buffer, plan, paths.kernel_width(self._config))
+        if self._config.fuse_shared_experts:
+            choices["shared"] = paths.choose_shared(apart)
         self._log(choices)
-        if self._group is None:
-            return LocalExchange(num_experts)
-        if buffer is None:
-            return CollectiveExchange(num_experts, self._group)
-        return PeerExchange(num_experts, buffer, plan)
+        if shared:
+            self.exchange_with_shared = self._exchange(ranks, num_experts, shared)
+        return self._exchange(ranks, num_experts, 0)
 
-    def fused_for(self, hidden_states: torch.Tensor, dtype: torch.dtype, needs_grad: bool) -> FusedExperts | None:
-        """The mega-kernel, where it serves a call; its GEMMs would be in ``dtype``."""
+    def _exchange(self, ranks: int, num_experts: int, shared: int) -> Exchange:
+        """With ``shared`` more experts on each rank."""
+        total = num_experts + ranks * shared
+        if self._group is None:
+            return LocalExchange(total)
+        if self._buffer is None:
+            return CollectiveExchange(total, self._group)
+        plan = plan_memory(self._config, ranks, num_experts=num_experts, shared_experts=shared)
+        return PeerExchange(total, self._buffer, plan)
+
+    def fused_for(
+        self, hidden_states: torch.Tensor, dtype: torch.dtype, needs_grad: bool, with_shared: bool = False
+    ) -> FusedExperts | None:
+        """The mega-kernel, where it serves a call; its GEMMs would be in ``dtype``.
+
+        If shared experts are to be fused, it serves calls with them alone.
+        """
         fused = self._fused
+        if with_shared != (self.shared_experts > 0):
+            return None
         if fused is None or needs_grad or dtype != torch.bfloat16 or hidden_states.device != fused.buffer.device:
             return None
         return fused
@@ -118,6 +143,7 @@ class Transport:
     def close(self) -> None:
         """Gives shared memory back; the exchange cannot be used any more. On all ranks."""
         buffer, self._buffer, self._fused = self._buffer, None, None
+        self.exchange_with_shared, self.shared_experts = None, 0
         if buffer is not None:
             release_buffer(buffer)
 
@@ -125,10 +151,10 @@ class Transport:
         """How inference and training go, and why."""
         return paths.explain(self.choices)
 
-    def _choose(self, ranks: int, num_experts: int, unreachable: str = "") -> dict[str, PathChoice]:
+    def _choose(self, ranks: int, sizes: dict[str, int], unreachable: str = "") -> dict[str, PathChoice]:
         if self._path in ("collective", "staged"):
             return dict.fromkeys(("inference", "training"), PathChoice(self._path, "as asked for"))
-        options = dict(device_obstacle=self.obstacle, num_experts=num_experts)
+        options = dict(device_obstacle=self.obstacle, **sizes)
         choices = {}
         for kind, needs_grad in (("inference", False), ("training", True)):
             if self._path == "fused":
@@ -150,8 +176,9 @@ class Transport:
 
     def _log(self, choices: dict[str, PathChoice]) -> None:
         """Once, and again if they change."""
-        if choices != self.choices and self._path in ("fused", "auto"):
+        if choices != self.choices and (self._path in ("fused", "auto") or "shared" in choices):
             missed = self._path == "fused" and choices["inference"].path != "fused"
+            missed |= "shared" in choices and choices["shared"].path != "fused"
             level = logging.WARNING if missed else logging.INFO
             _logger.log(level, 'MoE(path="%s"): %s', self._path, "; ".join(paths.explain(choices).splitlines()))
         self.choices = choices

@@ -100,7 +100,7 @@ class AnOptimizer(torch.optim.Optimizer):
                 p.data.sub_(p.grad)
 
 
-def _edit(w):
+def edit(w):
     with torch.no_grad():
         w[1].mul_(2)
 
@@ -110,7 +110,7 @@ def _edit_in_inference_mode(w):
         w.add_(1)
 
 
-def _edit_detached(w):
+def edit_detached(w):
     w.detach().view(-1).neg_()
 
 
@@ -149,9 +149,9 @@ def _told(w):
 
 
 IN_PLACE = {
-    "no_grad": _edit,
+    "no_grad": edit,
     "inference mode": _edit_in_inference_mode,
-    "detached view": _edit_detached,
+    "detached view": edit_detached,
     "SGD": _step(lambda ps: torch.optim.SGD(ps, lr=0.5)),
     "SGD, fused": _step(lambda ps: torch.optim.SGD(ps, lr=0.5, fused=True)),
     "AdamW": _step(lambda ps: torch.optim.AdamW(ps, lr=0.5)),
@@ -253,7 +253,7 @@ def test_refresh(casts, seed):
     weight_cache.refresh(w)
     weight_cache.refresh(other)
     assert len(casts) == 2
-    _edit(w)
+    edit(w)
     weight_cache.refresh(w)
     assert len(casts) == 4 and addresses(made) == before
     assert_is_copy(made, w, UP)
@@ -280,9 +280,9 @@ def test_refresh_looks_no_further_than_needed(seed, monkeypatch):
     """At the one copy that is out of date."""
     asked, whole = [], weight_cache.fp8_copy
 
-    def ask(weight, padding, phase):
+    def ask(weight, padding, phase, **options):
         asked.append(padding)
-        return whole(weight, padding, phase)
+        return whole(weight, padding, phase, **options)
 
     w = weight()
     fp8_copy(w, UP, "training")
@@ -291,7 +291,7 @@ def test_refresh_looks_no_further_than_needed(seed, monkeypatch):
     for _ in range(3):
         weight_cache.refresh(w)
     assert not asked
-    _edit(w)
+    edit(w)
     fp8_copy(w, UP, "inference")
     weight_cache.refresh(w)
     assert asked == [DOWN]
@@ -316,7 +316,7 @@ def test_weights_made_in_inference_mode(casts, seed):
     w = weight()
     with torch.inference_mode():
         fp8_copy(w, UP, "inference")
-    _edit(w)
+    edit(w)
     assert_is_copy(fp8_copy(w, UP, "training"), w, UP)
 
 
@@ -341,7 +341,7 @@ def test_captured_inference_reads_the_copy_where_it_lies(casts, capture, seed):
     capture(False)
     assert fp8_copy(w, UP, "inference") is made and len(casts) == 1
     # Out of date when a capture begins: the graph casts, and what its replays write nobody else trusts.
-    _edit(w)
+    edit(w)
     capture(True)
     fp8_copy(w, UP, "inference")
     assert len(casts) == 2

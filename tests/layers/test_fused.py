@@ -139,6 +139,9 @@ def test_scratch_is_shared_by_size_and_goes_with_the_buffer():
         middle = fused_experts(buffer, plan, 256, settings=SETTINGS, num_rows=512)
         pooled = fused_experts(buffer, plan, 256, settings=SETTINGS, pool_bytes=1 << 18)
         assert middle is not large and pooled is not large and pooled.plan.pool_bytes <= 1 << 18 < large.plan.pool_bytes
+        # As much as the config says.
+        bounded = plan_memory(replace(ONE.config, pool_bytes=1 << 18), 1, 8)
+        assert fused_experts(buffer, bounded, 256, settings=SETTINGS).plan.regions == pooled.plan.regions
         addresses = [each.scratch()["counts"].data_ptr() for each in (small, large, middle)]
         assert addresses[0] != addresses[1] == addresses[2]
         assert [piece.numel() for piece in buffer.attached["scratch"]] == [small.plan.total, large.plan.total]
@@ -219,8 +222,9 @@ def test_layer(kernel_calls, fp8, seed):
 
 @PRECISIONS
 def test_compiled_layer(kernel_calls, fp8, seed):
-    """Weights are cast inside the operator: the copies follow them."""
-    moe = MoE(config_of(fp8), dtype=BF16).eval()
+    """Weights are cast, and biases padded, inside the operator: the copies follow them."""
+    moe = MoE(replace(config_of(fp8), bias=True), dtype=BF16).eval()
+    torch.nn.init.normal_(moe.experts.gate_up_proj_bias)
     x = torch.randn(5, 256).bfloat16()
     torch._dynamo.reset()
 
@@ -231,6 +235,7 @@ def test_compiled_layer(kernel_calls, fp8, seed):
             for _ in range(2):
                 assert torch.equal(compiled(x), moe(x))
                 moe.experts.down_proj.mul_(-0.5)
+                moe.experts.gate_up_proj_bias.mul_(-2)
         assert kernel_calls == [5] * 4
 
     run_peers(replace(ONE, hidden=256, experts=4, fp8=fp8), run)
@@ -342,12 +347,6 @@ CASES = {
         dict(gate_up_bias=torch.zeros(4, 256), down_bias=torch.zeros(4, 128)),
         ValueError, "down_bias.shape", [4, 128], "must be [4, 256]",
     ),
-    "biases in turns": (
-        dict(
-            gate_up_bias=torch.zeros(4, 256), down_bias=torch.zeros(4, 256), settings=replace(SETTINGS, turns=True)
-        ),
-        ValueError, "settings.turns", True, "must be False with biases",
-    ),
     "bias gradients": (
         dict(gate_up_bias=torch.zeros(4, 256), down_bias=torch.zeros(4, 256).requires_grad_()),
         ValueError, "down_bias", "requires_grad", "gets no gradient",
@@ -408,9 +407,6 @@ BF16_CASES = {
     "width": (
         dict(gate_up_proj=BF16_UP[:, :128].contiguous(), down_proj=BF16_DOWN[:, :, :64].contiguous()),
         ValueError, "intermediate_size", 64, "must be a multiple of 128",
-    ),
-    "turns": (
-        dict(settings=replace(SETTINGS, turns=True)), ValueError, "settings.turns", True, "must be False in BF16"
     ),
     "gradients": (
         dict(down_proj=BF16_DOWN.clone().requires_grad_()),

@@ -13,8 +13,10 @@ from megamoe import DecodeRunner, MegaMoEError, MoE, MoEConfig, RouterConfig, Ro
 from megamoe.comm.symm import SymmetricBuffer
 from megamoe.kernels.quant import quantize_blockwise
 from megamoe.kernels.weights import interleave_gate_up
+from megamoe.layers.parallel import local_tensor
 from megamoe.plan import plan_memory
 from megamoe.types import Fp8Tensor
+from tests.support.metrics import assert_close
 from tests.support.processes import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -31,8 +33,17 @@ CONFIGS = {
     "padded": replace(SMALL, intermediate_size=360, shared_intermediate_size=256),
     "clamped": replace(SMALL, activation="swiglu_oai"),
     "gelu": replace(SMALL, hidden_size=896, activation="geglu_tanh", activation_clamp=1.0),
+    "biases": replace(SMALL, activation="swiglu_oai", bias=True),
+    "biases, padded": replace(LARGE, intermediate_size=1440, activation="swiglu_oai", bias=True),
+    "small pool": replace(LARGE, pool_bytes=128 * (2048 + 1408 + 4 * 27) * 12),
+    "shared": replace(SMALL, shared_intermediate_size=1024, fuse_shared_experts=True),
+    "shared, large": replace(LARGE, shared_intermediate_size=1408, fuse_shared_experts=True),
+    "shared, padded, gate": replace(
+        SMALL, intermediate_size=360, shared_intermediate_size=1080, shared_gate=True, fuse_shared_experts=True
+    ),
     "bf16": replace(SMALL, precision="bf16", shared_intermediate_size=256),
     "bf16 large": replace(LARGE, precision="bf16"),
+    "bf16 biases": replace(SMALL, precision="bf16", activation="swiglu_oai", bias=True),
     "bf16 clamped": replace(SMALL, precision="bf16", hidden_size=896, activation="swiglu_oai"),
 }
 
@@ -46,7 +57,11 @@ def layers(config: MoEConfig, ranks: int, seed: int, *paths: str, dtype: torch.d
     made = []
     for path in paths:
         torch.manual_seed(seed)
-        made.append(MoE(config, group_of(ranks), path=path, device="cuda", dtype=dtype).eval())
+        moe = MoE(config, group_of(ranks), path=path, device="cuda", dtype=dtype).eval()
+        if config.bias:
+            for bias in (moe.experts.gate_up_proj_bias, moe.experts.down_proj_bias):
+                torch.nn.init.normal_(local_tensor(bias))
+        made.append(moe)
     return made
 
 
@@ -57,6 +72,7 @@ def bits_of_staged(rank: int, ranks: int, seed: int, name: str) -> None:
     config = CONFIGS[name]
     fused, staged = layers(config, ranks, seed, "fused", "staged")
     assert fused.explain().splitlines()[0] == "inference  fused: as asked for"
+    assert ("shared     fused" in fused.explain()) == config.fuse_shared_experts
     generator = torch.Generator("cuda").manual_seed(seed + rank)
     full = config.max_tokens_per_rank
     for counts in ((full, full), (full, 37), (0, 5), (5, 0), (0, 0), (1, 1)):
@@ -88,17 +104,22 @@ def test_bits_of_staged(name, seed):
     run_ranks(bits_of_staged, 2, seed, name, backend="nccl", timeout=400)
 
 
-def decode(rank: int, ranks: int, seed: int) -> None:
+DECODED = ("small", "biases", "biases, padded", "bf16 biases", "shared", "shared, padded, gate")
+
+
+def decode(rank: int, ranks: int, seed: int, name: str) -> None:
     """Replays equal eager calls of the staged path, with other tokens and weights each time."""
-    fused, staged = layers(SMALL, ranks, seed, "fused", "staged")
-    runner = DecodeRunner(fused, 1024, (1, 8, 64))
+    config = CONFIGS[name]
+    hidden = config.hidden_size
+    fused, staged = layers(config, ranks, seed, "fused", "staged")
+    runner = DecodeRunner(fused, hidden, (1, 8, 64))
     generator = torch.Generator().manual_seed(seed + rank)
     with torch.no_grad():
         for call in range(200):
             tokens = int(torch.randint(0, 65, (), generator=generator))
-            x = torch.randn(tokens, 1024, generator=generator).to("cuda", BF16)
+            x = torch.randn(tokens, hidden, generator=generator).to("cuda", BF16)
             size = runner.bucket_of(tokens)
-            padded = torch.zeros(size, 1024, dtype=BF16, device="cuda")
+            padded = torch.zeros(size, hidden, dtype=BF16, device="cuda")
             padded[:tokens] = x
             mask = torch.arange(size, device="cuda") < tokens
             out = runner(x).clone()
@@ -106,31 +127,70 @@ def decode(rank: int, ranks: int, seed: int) -> None:
             if call % 50 == 49:
                 for moe in (fused, staged):
                     moe.experts.down_proj.mul_(0.5)
+                    if config.fuse_shared_experts:
+                        moe.shared_experts.gate_up_proj.neg_()
+                        moe.shared_experts.down_proj.mul_(0.5)
+                    if config.bias:
+                        moe.experts.gate_up_proj_bias.neg_()
+                        moe.experts.down_proj_bias.neg_()
     assert runner.captures == 3
     fused.close()
     staged.close()
 
 
-def test_decode_runner_on_one_gpu(seed):
-    decode(0, 1, seed)
+@pytest.mark.parametrize("name", DECODED)
+def test_decode_runner_on_one_gpu(name, seed):
+    decode(0, 1, seed, name)
 
 
 @two_gpus
-def test_decode_runner(seed):
-    run_ranks(decode, 2, seed, backend="nccl", timeout=400)
+@pytest.mark.parametrize("name", DECODED)
+def test_decode_runner(name, seed):
+    run_ranks(decode, 2, seed, name, backend="nccl", timeout=400)
 
 
-def test_compiled(seed):
-    (moe,) = layers(SMALL, 1, seed, "fused")
+@pytest.mark.parametrize("name", ["small", "biases, padded", "shared, padded, gate"])
+@pytest.mark.parametrize("path", ["fused", "staged"])
+def test_compiled(name, path, seed):
+    config = CONFIGS[name]
+    (moe,) = layers(config, 1, seed, path)
     torch._dynamo.reset()
     # Inductor would compute the router's weights with other roundings.
     compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         for tokens in (128, 7, 64):
-            x = torch.randn(tokens, 1024, device="cuda").to(BF16)
+            x = torch.randn(tokens, config.hidden_size, device="cuda").to(BF16)
             assert torch.equal(compiled(x), moe(x)), tokens
     moe.close()
     torch._dynamo.reset()
+
+
+def shared_experts_of_all_paths(rank: int, ranks: int, seed: int) -> None:
+    """Close to the dense shared expert, for masked tokens too; training has its bits."""
+    for name in ("shared", "shared, padded, gate"):
+        config = CONFIGS[name]
+        fused, collective = layers(config, ranks, seed, "fused", "collective")
+        (dense,) = layers(replace(config, fuse_shared_experts=False), ranks, seed, "staged")
+        generator = torch.Generator("cuda").manual_seed(seed + rank)
+        for tokens, live in ((100, 0.8), (1, 1.0), (rank, 1.0), (7, 0.0)):
+            x = torch.randn(tokens, config.hidden_size, generator=generator, device="cuda").to(BF16)
+            mask = torch.rand(tokens, generator=generator, device="cuda") < live
+            with torch.no_grad():
+                wanted = dense(x, mask)
+                assert_close(fused(x, mask), wanted, 0.12, f"{name}, fused")
+                assert_close(collective(x, mask), wanted, 0.12, f"{name}, collective")
+            assert torch.equal(fused(x, mask), dense(x, mask))
+        for moe in (fused, collective, dense):
+            moe.close()
+
+
+def test_shared_experts_on_one_gpu(seed):
+    shared_experts_of_all_paths(0, 1, seed)
+
+
+@two_gpus
+def test_shared_experts(seed):
+    run_ranks(shared_experts_of_all_paths, 2, seed, backend="nccl", timeout=400)
 
 
 # ---------------------------------------------------------------- the function

@@ -9,7 +9,7 @@ import torch
 
 from megamoe import MoEConfig
 from megamoe.config import PRECISIONS
-from megamoe.layers.paths import CROSSOVERS, Crossover, PathChoice, choose_path, explain
+from megamoe.layers.paths import CROSSOVERS, Crossover, PathChoice, choose_path, explain, fused_shared_experts
 
 CONFIG = MoEConfig(256, 128, 8, 2, precision="fp8", max_tokens_per_rank=64)
 USUAL = dict(ranks=2, device="cuda", dtype=torch.bfloat16, needs_grad=False)
@@ -46,7 +46,9 @@ def test_collective(changes, reason):
         (dict(needs_grad=True), "gradients are recorded"),
         (dict(device_obstacle="no Hopper"), "no Hopper"),
         (dict(precision="bf16", intermediate_size=100), "beyond the mega-kernel's limits: intermediate_size = 100"),
-        (dict(bias=True), "takes separate kernels"),
+        (dict(pool_bytes=1), "beyond the mega-kernel's limits: pool_bytes = 1: must hold a block of 128 rows"),
+        (dict(pool_bytes=128 * 400), "must hold (lag + 1) * group = 16 blocks of 128 rows for settings.lag = 1"),
+        (dict(hidden_size=2880, intermediate_size=2880, bias=True), "hidden_size = 2880: must be a multiple of 128"),
         (dict(activation="relu2"), "no activation without gate (relu2)"),
         (dict(hidden_size=272), "beyond the mega-kernel's limits: hidden_size = 272: must be a multiple of 128"),
         (dict(intermediate_size=18433), "beyond the mega-kernel's limits: intermediate_size = 18560"),
@@ -74,6 +76,54 @@ def test_precisions_are_measured_apart():
         assert choose(replace(config, max_tokens_per_rank=tokens), crossovers=table) == wanted
     assert choose(replace(bf16, max_tokens_per_rank=2048)).path == "staged"
     assert choose(replace(bf16, max_tokens_per_rank=8192)).path == "fused"
+
+
+def test_biases_need_no_other_path():
+    """In FP8 they are padded as the weights are."""
+    oai = replace(CONFIG, activation="swiglu_oai", hidden_size=2944, bias=True)
+    assert choose(replace(oai, intermediate_size=2880)).path == "fused"
+    assert choose(replace(oai, precision="bf16", intermediate_size=2944, max_tokens_per_rank=8192)).path == "fused"
+    reason = choose(replace(oai, precision="bf16", intermediate_size=2880, max_tokens_per_rank=8192)).reason
+    assert "intermediate_size = 2880: must be a multiple of 128" in reason
+
+
+def test_pools_that_hold_all_rows_need_not_hold_what_the_order_of_tiles_does():
+    block = 128 * (256 + 128 + 4 * 3)
+    one = replace(CONFIG, num_experts=1, top_k=1, pool_bytes=2 * block, max_tokens_per_rank=256)
+    assert choose(one, ranks=1, crossovers=[Crossover(1, 1, None, "")]).path == "fused"
+    assert choose(replace(one, pool_bytes=block), ranks=1).path == "staged"
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "reason"),
+    [
+        (dict(), 2, ""),
+        (dict(fuse_shared_experts=False), 0, "fuse_shared_experts is not set"),
+        (dict(precision="bf16"), 0, "BF16 weights are not copied"),
+        (dict(activation="relu2"), 0, "no activation without gate (relu2)"),
+        (dict(bias=True), 0, "the routed experts have biases"),
+        (dict(shared_intermediate_size=200), 0, "its width 200 is no multiple of intermediate_size = 128"),
+        (dict(shared_intermediate_size=64), 0, "its width 64 is no multiple"),
+        (dict(shared_intermediate_size=14 * 128), 14, ""),
+        (dict(shared_intermediate_size=15 * 128), 0, "top_k = 2 and 15 more slots are beyond the mega-kernel's 16"),
+        (dict(num_experts=508), 2, ""),
+        (dict(num_experts=510), 0, "255 experts of a rank and 2 more are beyond the mega-kernel's 256"),
+    ],
+)
+def test_fused_shared_experts(changes, count, reason):
+    config = replace(CONFIG, **{"shared_intermediate_size": 256, "fuse_shared_experts": True, **changes})
+    found, why = fused_shared_experts(config, 2)
+    assert found == count and reason in why and bool(why) == (count == 0)
+
+
+def test_shared_experts_count():
+    """A rank's, with the replicas that it holds, and their slots."""
+    config = replace(CONFIG, shared_intermediate_size=256, fuse_shared_experts=True)
+    assert fused_shared_experts(config, 2, num_experts=508) == (2, "")
+    assert fused_shared_experts(config, 2, num_experts=510)[0] == 0
+    assert choose(num_experts=508, shared_experts=2).path == "fused"
+    assert choose(num_experts=508, shared_experts=3).path == "staged"
+    assert choose(shared_experts=14).path == "fused" and choose(shared_experts=15).path == "staged"
 
 
 def test_replicas_count():

@@ -176,12 +176,46 @@ def test_the_mega_kernel_takes_bf16_weights_as_they_are(buffers):
 
 
 def test_what_the_mega_kernel_cannot_do_is_staged_and_told(buffers, caplog):
-    made = Transport(replace(FP8, bias=True), _Group(), "fused", CUDA)
+    made = Transport(replace(FP8, activation="relu2"), _Group(), "fused", CUDA)
     assert made.make(4) == (4, "buffer 1")
     assert path_of(made) == ("staged", "staged") and made._fused is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "inference  staged: a layer with biases takes separate kernels" in caplog.text
-    assert made.explain().splitlines()[0] == "inference  staged: a layer with biases takes separate kernels"
+    reason = "inference  staged: the mega-kernel has no activation without gate (relu2)"
+    assert reason in caplog.text and made.explain().splitlines()[0] == reason
+
+
+SHARED = replace(FP8, shared_intermediate_size=200, fuse_shared_experts=True)
+
+
+def test_shared_experts_have_an_exchange_of_their_own(buffers, caplog):
+    """In the same memory, which is large enough for both."""
+    made = Transport(SHARED, _Group(), "fused", CUDA)
+    assert made.make(4) == (4, "buffer 1") and made.exchange_with_shared == (8, "buffer 1")
+    assert buffers == [("acquire", 4, "cuda:1")] and made.shared_experts == 2
+    plan = made._fused.plan
+    assert (plan.top_k, plan.num_local_experts, plan.shared_experts) == (4, 4, 2)
+    made._fused.buffer = x = torch.zeros(3, 128)
+    assert made.fused_for(x, BF16, False, True) is made._fused
+    assert made.fused_for(x, BF16, False) is None, "a call without shared experts"
+    assert made.fused_for(x, torch.float16, False, True) is None
+    made.close()
+    assert made.exchange_with_shared is None and made._fused is None and not made.shared_experts
+
+
+@pytest.mark.parametrize("path", ["collective", "staged", "fused", "auto"])
+def test_shared_experts_on_every_path(path, buffers, monkeypatch):
+    """Numerics depend on the config alone."""
+    monkeypatch.setattr(transport, "CollectiveExchange", lambda experts, group: (experts, "collective"))
+    made = Transport(SHARED, _Group(), path, CUDA)
+    assert made.make(4)[0] == 4 and made.exchange_with_shared[0] == 8
+    assert (made.exchange_with_shared[1] == "collective") == (path == "collective")
+    assert made.explain().splitlines()[2].startswith("shared     fused: ")
+    # Slots on a rank that leave no room for more, and then do.
+    made.make(510)
+    assert made.exchange_with_shared is None
+    assert "shared     dense: 255 experts of a rank and 2 more are beyond" in made.explain()
+    made.make(6)
+    assert made.exchange_with_shared[0] == 10 and made.shared_experts == 2
 
 
 def test_a_call_that_does_not_fit_the_mega_kernel_is_staged(buffers):
