@@ -103,8 +103,7 @@ def _on_hopper(
     kind = "dense" if rows is None else rows.kind
     n = b.shape[-1] if transposed_b else b.shape[-2]
     # A bias is added in fp32, after the results have changed their order.
-    out_bytes = 4 if bias is not None else out.element_size()
-    problem = problem_of(rows, a, b.shape[0], n, activation is not None, out_bytes)
+    problem = problem_of(rows, a, b.shape[0], n, activation is not None, out.element_size())
     dtype = "bf16" if a.dtype == torch.bfloat16 else "fp8"
     if tile is None:
         tile = _chosen_tile(problem, dtype)

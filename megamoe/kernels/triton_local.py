@@ -130,7 +130,9 @@ def layout_pairs(
         num_rows: enough for any ids.
     """
     device, num_pairs = expert_ids.device, expert_ids.numel()
-    counts, starts = torch.empty(2, num_experts, dtype=torch.int64, device=device)
+    # Not parts of one tensor: outputs of an operator may not share memory.
+    counts = torch.empty(num_experts, dtype=torch.int64, device=device)
+    starts = torch.empty_like(counts)
     pair_to_row = torch.empty(num_pairs, dtype=torch.int64, device=device)
     row_to_pair = torch.empty(num_rows, dtype=torch.int64, device=device)
     chunk = max(triton.cdiv(num_pairs, MOST_CHUNKS * SUB), 1) * SUB

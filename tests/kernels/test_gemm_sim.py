@@ -161,3 +161,27 @@ def test_rows_do_not_depend_on_the_rest(kernel):
     start, end = source.written[1]
     error = (results[0].float() - source.expected[start:end]).norm() / source.expected[start:end].norm()
     assert error < 5e-3
+
+
+SOME_TILES = [
+    Tile(128, 256, 3),
+    Tile(128, 192, 3),
+    Tile(128, 32, 3),
+    Tile(64, 16, 5, k_blocks=4),
+    Tile(128, 64, 3, swap=True),
+    Tile(64, 128, 4, k_blocks=2, swap=True),
+]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_all_tiles_give_the_same_bits(bias):
+    """So a layer's results do not depend on how many rows there are. Sums start from the bias in each kernel."""
+    instance = instance_of(Case((100, 0, 33), 264, 512, bias=bias))
+    results = []
+    for tile in SOME_TILES:
+        out = instance.poisoned()
+        with simulated_gemm("random", 5, 2):
+            compute(instance, out, instance.rows, tile)
+        results.append([expert_rows(instance, out, expert) for expert in (0, 2)])
+    for tile, result in zip(SOME_TILES, results, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(results[0], result, strict=True)), tile

@@ -192,6 +192,14 @@ def consume_tiles(
         col = n_block * BLOCK_N + FIRST_N
         valid -= FIRST_M
         sums = gl.full([64, COLS], 0.0, gl.float32, L)
+        if BIAS:
+            # As in ``fp8``: added at the end it would give other bits.
+            place = col + gl.arange(0, 64 if SWAP else COLS, layout=gl.SliceLayout(1 if SWAP else 0, L))
+            bias = gl.load(bias_ptr + expert.to(gl.int64) * n + place, mask=place < n, other=0.0).to(gl.float32)
+            if SWAP:
+                sums += bias[:, None]
+            else:
+                sums += bias[None, :]
         for _ in range(0, num_k, KS):
             s = it % STAGES
             mbarrier.wait(full.index(s), (it // STAGES) & 1)
@@ -217,16 +225,10 @@ def consume_tiles(
             it += 1
         m_offset = gl.arange(0, ROWS_M, layout=LM)
         cols = col + gl.arange(0, 64 if SWAP else COLS, layout=LN)
-        if OUT == pieces.BF16 and not BIAS:
+        if OUT == pieces.BF16:
             values = gl.convert_layout(sums.to(gl.bfloat16), LO)
         else:
             values = gl.convert_layout(sums, LO)
-        if BIAS:
-            bias = gl.load(bias_ptr + expert.to(gl.int64) * n + cols, mask=cols < n, other=0.0).to(gl.float32)
-            if SWAP:
-                values += bias[:, None]
-            else:
-                values += bias[None, :]
         rows = (row.to(gl.int64) + m_offset) * n
         if SWAP:
             pointers = d_ptr + rows[None, :] + cols[:, None]
@@ -236,10 +238,8 @@ def consume_tiles(
             mask = (m_offset < valid)[:, None] & (cols < n)[None, :]
         if OUT == pieces.ADD_FP32:
             gl.atomic_add(pointers, values, mask=mask, sem="relaxed")
-        elif OUT == pieces.FP32:
-            gl.store(pointers, values, mask=mask)
         else:
-            gl.store(pointers, values.to(gl.bfloat16), mask=mask)
+            gl.store(pointers, values, mask=mask)
         s = it % STAGES
         mbarrier.wait(full.index(s), (it // STAGES) & 1)
         row, n_block, valid, expert = pieces.read_note(notes.index(s), LT)
