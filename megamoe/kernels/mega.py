@@ -65,8 +65,8 @@ def call(
         out: ``[T, H]``.
         num_experts: of all ranks.
         activation, clamp: as in ``MoEConfig``.
-        biases: of both GEMMs, fp32 ``[e, 2 I]`` and ``[e, H]``, contiguous: what sums start from. Routing weights then
-            multiply the results of GEMM 2, and not its input. Not with ``settings.turns``.
+        biases: of both GEMMs, fp32 or BF16 ``[e, 2 I]`` and ``[e, H]``, contiguous: what sums start from. Routing
+            weights then multiply the results of GEMM 2, and not its input.
         all_sms: SMs of the device, for what is done before others wait for it and after.
     """
     return [
@@ -192,7 +192,6 @@ def compute(
         H=hidden,
         INTER=plan.intermediate_size,
         STAGES=settings.stages,
-        SKEW=settings.skew,
         CHUNK=min(settings.chunk, triton.next_power_of_2(hidden * rows.element_size() // 4)),
         ACTIVATION=launch.ACTIVATIONS[activation].value,
         CLAMP=bounded,
@@ -222,7 +221,6 @@ def _fp8_operands(
         act_scales=scratch["act_scales"],
         up_scales=up.scales,
         down_scales=down.scales,
-        TURNS=settings.turns,
     )
 
 
@@ -240,4 +238,5 @@ def _bf16_operands(
         act_desc=launch.descriptor(scratch["act"], (64, 64)),
         down_desc=launch.descriptor(down.view(-1, plan.intermediate_size), (128, 64)),
         store_desc=launch.descriptor(scratch["act"], (64, 128)),
+        SKEW=settings.skew,
     )

@@ -37,8 +37,8 @@ class MegaSettings:
     Attributes:
         sms: its programs, which must all run at once: at most the SMs that nothing else holds.
         group, lag: blocks of rows that share weights in L2, and groups by which GEMM 2 trails GEMM 1.
-        stages, skew: of the ring, and blocks of K that the second consumer stays behind the first: 1 to stages - 1.
-        turns: consumers take turns for each wave instead; FP8 only.
+        stages: of the ring.
+        skew: stages that the second consumer stays behind the first, 1 to ``stages - 1``; BF16 only.
         chunk: int32 words that a warp copies at a time when it pulls a row.
         consumer_registers, worker_registers: of each thread of those roles.
     """
@@ -48,7 +48,6 @@ class MegaSettings:
     lag: int
     stages: int = 4
     skew: int = 1
-    turns: bool = False
     chunk: int = 512
     consumer_registers: int = 232
     worker_registers: int = 40
@@ -236,13 +235,15 @@ def plan_mega(
             "pool_bytes", pool_bytes, f"holds {pool_rows} rows, whose scales must be fewer than 2^31", "Lower it."
         )
     ranks, pairs = memory.ep_size, memory.ep_size * memory.max_tokens * next_power_of_two(memory.top_k)
-    # Enough chunks for all programs; but one chunk costs a look at all counts.
-    chunk = 128
-    while chunk > 8 and ranks * memory.max_tokens < 2 * chunk * sms:
-        chunk //= 2
+    # One chunk for each program, if there may be so many: each costs a look at all counts.
+    fused = pairs <= FUSED_ENTRIES
+    programs = sms if fused else 2 * sms
+    chunk = 8
+    while chunk < 128 and ranks * -(-memory.max_tokens // chunk) > programs:
+        chunk *= 2
     chunks, bins = ranks * -(-memory.max_tokens // chunk), max(16, next_power_of_two(local))
-    # Both round robins may end in gaps of a tile a program.
-    tiles = blocks * (act_groups + -(-hidden // 256)) + 2 * sms
+    # The round robin may end in a gap of a tile a program.
+    tiles = blocks * (act_groups + -(-hidden // 256)) + sms
     fp32, int32, int64 = torch.float32, torch.int32, torch.int64
     element = torch.float8_e4m3fn if memory.fp8 else torch.bfloat16
     sizes = [
@@ -273,7 +274,7 @@ def plan_mega(
         pool_blocks=pool_blocks,
         sms=sms,
         chunk=chunk,
-        fused=pairs <= FUSED_ENTRIES,
+        fused=fused,
         regions=tuple(regions),
         total=offset,
     )

@@ -36,6 +36,7 @@ from megamoe.kernels import (
     offline_mlp,
     offline_quant,
     offline_router,
+    offline_shared,
 )
 from megamoe.kernels.gluon import pieces
 
@@ -98,16 +99,16 @@ ALLOWED_SPILLS = (
         "two partial sums of 128 x 128 and their total take nearly all registers (triton 3.9)",
     ),
     AllowedSpill(
+        "fp8_skinny_gemm_kernel",
+        lambda c: (c["BLOCK_M"], c["BLOCK_N"], c["KS"]) == (128, 128, 2) and c["BIAS"],
+        64,
+        "the same between tiles, where the total starts from the bias",
+    ),
+    AllowedSpill(
         "mega_moe_kernel",
         lambda c: c["H"] >= 4096,
         24,
         "what is the same for all tiles is read again between them",
-    ),
-    AllowedSpill(
-        "mega_moe_kernel",
-        lambda c: c["TURNS"],
-        64,
-        "between tiles the last one's sums are live with the next product",
     ),
     AllowedSpill(
         "mega_moe_kernel",
@@ -208,6 +209,7 @@ def variants() -> tuple[Variant, ...]:
         *offline_mlp.variants(),
         *offline_local.variants(),
         *offline_router.movements(),
+        *offline_shared.movements(),
         *offline_quant.variants(),
     )
 

@@ -13,9 +13,10 @@ Tables, for P rows, each expert's in blocks of 128:
 - ``tiles`` int32 pairs: expert | column tile << 8 | rows << 16 | whether of GEMM 2 << 24, and the block. Program p of
   the mega-kernel takes places p, p + programs and so on.
 
-Order of tiles: GEMM 1 of a group of blocks comes before GEMM 2 of the group that is LAG behind. Tiles of GEMM 1 are
-dealt to programs forwards, those of GEMM 2 backwards, each a round robin of its own: so no program has more than one
-tile more of either than another.
+Order of tiles: GEMM 1 of a group of blocks comes before GEMM 2 of the group that is LAG behind, and within a group
+tiles of more than 64 rows before the others. Of each of these four kinds all tiles are dealt to programs one after
+another, each kind from where the one before has ended: so no program has more than one tile more of any kind than
+another, nor in all.
 """
 
 from __future__ import annotations
@@ -69,30 +70,70 @@ def _write_blocks(
 
 
 @triton.jit
+def _share(number, program, programs):
+    """Of so many tiles, dealt to one program after another, those of a program."""
+    return (number + programs - 1 - program) // programs
+
+
+@triton.jit
+def _halves_before(halves, block):
+    return tl.sum((halves[None, :] < block[:, None]).to(tl.int32), 1)
+
+
+@triton.jit
 def _write_tiles(
     total, num_blocks, capacity, tiles, programs, group, lag, UPS: tl.constexpr, DOWNS: tl.constexpr,
     BINS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The order of tiles: UPS of GEMM 1 and DOWNS of GEMM 2 for each block, ``group`` blocks at a time."""
+    starts, fit, _ = lay_out(total, capacity)
+    # Blocks of at most 64 rows: experts' last ones.
+    last = starts // ALIGN + (fit - 1) // ALIGN
+    halves = tl.where((fit > 0) & ((fit - 1) % ALIGN < ALIGN // 2), last, num_blocks)
+    num_halves = tl.sum((halves < num_blocks).to(tl.int32), 0)
+    # Where the tiles of each kind begin, if all are dealt one after another.
+    up_halves = (num_blocks - num_halves) * UPS
+    downs = num_blocks * UPS
+    down_halves = downs + (num_blocks - num_halves) * DOWNS
     num_tiles = num_blocks * (UPS + DOWNS)
     for start in range(tl.program_id(0) * TILES, num_tiles, tl.num_programs(0) * TILES):
         tile = start + tl.arange(0, TILES)
-        second = (tile >= num_blocks * UPS).to(tl.int32)
-        tile_of_gemm = tile - second * num_blocks * UPS
+        second = (tile >= downs).to(tl.int32)
+        tile_of_gemm = tile - second * downs
         columns = tl.where(second == 0, UPS, DOWNS)
         block = tile_of_gemm // columns
         n = tile_of_gemm - block * columns
-        g = block // group
-        blocks = tl.minimum(num_blocks - g * group, group)
-        # Its number among the tiles of its GEMM: within a group the block runs fastest, for L2.
-        number = g * group * columns + n * blocks + (block - g * group)
-        program = tl.where(second == 0, number % programs, programs - 1 - number % programs)
-        # How many tiles of the other GEMM the program has before it.
-        earlier = tl.maximum(g - lag, 0) * group * DOWNS + program
-        later = tl.minimum((g + lag + 1) * group, num_blocks) * UPS - 1 - program + programs
-        others = tl.where(second == 0, earlier, later) // programs
-        place = program + (number // programs + others) * programs
         expert, rows = _blocks(block, total, capacity, BINS)
+        half = rows <= ALIGN // 2
+        first = block // group * group
+        end = tl.minimum(first + group, num_blocks)
+        # The group up to which the program has the other GEMM's tiles before.
+        other = tl.where(second == 0, tl.maximum(first - lag * group, 0), tl.minimum(end + lag * group, num_blocks))
+        halves_first, halves_end = _halves_before(halves, first), _halves_before(halves, end)
+        halves_other, halves_here = _halves_before(halves, other), _halves_before(halves, block)
+        # Its number among those of its kind: within a group the block runs fastest, for L2.
+        number_of_half = halves_first * columns + n * (halves_end - halves_first) + halves_here - halves_first
+        full_here, fulls = block - first - (halves_here - halves_first), end - first - (halves_end - halves_first)
+        number_of_full = (first - halves_first) * columns + n * fulls + full_here
+        # Tiles of either kind of its GEMM before it: in a group the halves come last.
+        fulls_before = tl.where(half, (end - halves_end) * columns, number_of_full)
+        halves_before = tl.where(half, number_of_half, halves_first * columns)
+        other_columns = UPS + DOWNS - columns
+        other_fulls, other_halves = (other - halves_other) * other_columns, halves_other * other_columns
+        program = tl.where(
+            second == 0,
+            tl.where(half, up_halves + number_of_half, number_of_full),
+            tl.where(half, down_halves + number_of_half, downs + number_of_full),
+        ) % programs  # fmt: skip
+        place = tl.zeros([TILES], tl.int32)
+        place += _share(tl.where(second == 0, fulls_before, other_fulls), program, programs)
+        place += _share(up_halves + tl.where(second == 0, halves_before, other_halves), program, programs)
+        place -= _share(up_halves, program, programs)
+        place += _share(downs + tl.where(second == 0, other_fulls, fulls_before), program, programs)
+        place -= _share(downs, program, programs)
+        place += _share(down_halves + tl.where(second == 0, other_halves, halves_before), program, programs)
+        place -= _share(down_halves, program, programs)
+        place = program + place * programs
         mask = tile < num_tiles
         tl.store(tiles + 2 * place, expert | (n << 8) | (rows << 16) | (second << 24), mask=mask)
         tl.store(tiles + 2 * place + 1, block, mask=mask)

@@ -80,7 +80,6 @@ def check_pools(rank: int, ranks: int, seed: int, precision: str) -> None:
     problem = MegaProblem(case, dist.group.WORLD if ranks > 1 else None, seed=seed)
     chosen = problem.settings()
     settings = [replace(chosen, group=group, lag=lag) for group, lag in ((1, 1), (4, 1), (4, 2), (8, 1))]
-    settings += [replace(settings[0], turns=True), replace(settings[1], turns=True)] if case.fp8 else []
     for counts, kind in (((2048, 2048), "random"), ((2048, 37), "holes"), ((2048, 2048), "one"), ((0, 300), "random")):
         x, routing = problem.tokens(counts[rank])
         routing = routed(problem, routing, kind)

@@ -36,8 +36,8 @@ def test_regions():
         pulled=(torch.int32, (5,)),
         finished=(torch.int32, (5,)),
         consumed=(torch.int32, (5,)),
-        tiles=(torch.int32, (5 * (3 + 1) + 2 * 3, 2)),
-        histograms=(torch.int32, (2 * 5, 16)),
+        tiles=(torch.int32, (5 * (3 + 1) + 3, 2)),
+        histograms=(torch.int32, (2 * 1, 16)),
         row_source=(torch.int32, (640,)),
         row_target=(torch.int64, (640,)),
         row_weights=(torch.float32, (640,)),
@@ -47,7 +47,7 @@ def test_regions():
         act_scales=(torch.float32, (3, 640)),
     )
     assert plan.pool_blocks == 5 and plan.pool_bytes == 640 * (256 + 384 + 4 * 5)
-    assert plan.fused and plan.chunk == 8 and (plan.up_tiles, plan.down_tiles) == (3, 1)
+    assert plan.fused and plan.chunk == 64 and (plan.up_tiles, plan.down_tiles) == (3, 1)
     assert plan_mega(memory(hidden=384), 128, 3).down_tiles == 2
 
 
@@ -159,7 +159,15 @@ def test_many_tokens_take_several_launches():
     assert not plan_mega(memory(tokens=4097), 384, sms=3).fused
     # Slots are padded to a power of two.
     assert not plan_mega(memory(tokens=4096, top_k=3), 384, sms=3).fused
-    assert plan_mega(memory(tokens=4096), 384, sms=3).chunk == 128
+
+
+def test_programs_have_one_chunk_each():
+    """Or chunks are as long as they may be. In several launches there are two programs for each SM."""
+    for tokens, sms, chunk in ((64, 16, 8), (64, 15, 16), (4096, 3, 128), (8192, 66, 128), (8192, 132, 64)):
+        plan = plan_mega(memory(tokens=tokens), 384, sms)
+        assert plan.chunk == chunk, (tokens, sms)
+        region = next(region for region in plan.regions if region.name == "histograms")
+        assert region.shape[0] == 2 * -(-tokens // chunk)
 
 
 @pytest.mark.parametrize("size", [128, 768, 1408, 2944, 14336, 18432])

@@ -41,10 +41,8 @@ launches = pytest.mark.parametrize("fused", [True, False], ids=["one launch", "s
 
 @pytest.mark.parametrize(("number", "policy"), list(enumerate(POLICIES)))
 def test_every_policy(number, policy, seed):
-    """In one launch, or in several with turns; see ``test_mega_ring`` too."""
-    fused = number % 2 == 0
-    settings = replace(SETTINGS, turns=not fused)
-    run_calls(TWO, policy, seed, [([20, 9], "random"), ([0, 40], "one")], fused, settings=settings)
+    """In one launch, or in several; see ``test_mega_ring`` too."""
+    run_calls(TWO, policy, seed, [([20, 9], "random"), ([0, 40], "one")], number % 2 == 0)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +65,9 @@ def test_routing(routing, seed):
 
 def test_blocks_of_every_height(seed):
     """At most 64 rows leave a consumer out; more than 128 take several blocks; and the exact borders."""
-    for tokens, turns in ((64, False), (65, True), (129, True)):
-        sizes, settings = MegaSizes(ranks=1, experts=1, top_k=1, tokens=tokens), replace(SETTINGS, turns=turns)
-        run_calls(sizes, "pct", seed, [([tokens], "random")], settings=settings)
+    for tokens in (64, 65, 129):
+        sizes = MegaSizes(ranks=1, experts=1, top_k=1, tokens=tokens)
+        run_calls(sizes, "pct", seed, [([tokens], "random")])
     run_calls(replace(TWO, tokens=80), "random", seed, [([80, 48], "one")])
 
 
@@ -79,8 +77,7 @@ def test_blocks_of_every_height(seed):
 def test_shapes(hidden, intermediate, seed):
     """Tiles of one to ten blocks of K, and half a tile of columns; the ring holds four."""
     sizes = MegaSizes(hidden=hidden, intermediate=intermediate, tokens=9)
-    for policy, turns in (("random", False), ("lazy", True)):
-        run_calls(sizes, policy, seed, [([9, 5], "random")], settings=replace(SETTINGS, turns=turns))
+    run_calls(sizes, "random", seed, [([9, 5], "random")])
 
 
 @pytest.mark.parametrize(("top_k", "experts"), [(1, 4), (16, 16), (5, 40)])
@@ -89,11 +86,10 @@ def test_slots_and_experts(top_k, experts, seed):
 
 
 @pytest.mark.parametrize(
-    ("sms", "group", "lag", "skew"), [(1, 1, 1, 1), (3, 2, 1, 0), (5, 1, 3, 2), (4, 4, 2, 3), (2, 8, 1, 0)]
+    ("sms", "group", "lag", "skew"), [(1, 1, 1, 1), (3, 2, 1, 2), (5, 1, 3, 2), (4, 4, 2, 3), (2, 8, 1, 1)]
 )
 def test_settings(sms, group, lag, skew, seed):
-    """``skew`` 0: in turns."""
-    settings = replace(SETTINGS, sms=sms, group=group, lag=lag, skew=max(skew, 1), turns=skew == 0)
+    settings = replace(SETTINGS, sms=sms, group=group, lag=lag, skew=skew)
     sizes = replace(TWO, intermediate=512, tokens=24)
     run_calls(sizes, "random", seed, [([24, 20], "random"), ([24, 3], "one")], settings=settings)
 
@@ -110,7 +106,7 @@ def test_results_have_the_same_bits_under_every_schedule(seed):
     for policy, fused, settings in (
         ("random", True, SETTINGS),
         ("lazy", False, SETTINGS),
-        ("starve", True, replace(SETTINGS, sms=3, group=2, turns=True)),
+        ("starve", True, replace(SETTINGS, sms=3, group=2, skew=2)),
     ):
         world, mine = MegaWorld(TWO, fused, sms=settings.sms), [replace(each) for each in tokens]
         add_mega_call(world, mine, settings=settings)

@@ -13,37 +13,17 @@ from megamoe.kernels import mega, offline, offline_gemm, offline_gemm_k, offline
 from megamoe.kernels.gluon import launch  # noqa: E402
 from megamoe.kernels.tiles import K_FORMS, Problem, legal_k_tiles, legal_tiles  # noqa: E402
 
-# launch/compile_kernels.sh compiles them all; here one or two of each kernel.
+# launch/compile_kernels.sh compiles them all; here those that are quick to compile of each list.
 SOME = {
     r"^rowwise 1x128, 4 rows, bf16$": 1,
-    r"^columnwise 128x1, bf16$": 1,
-    r"^blockwise \+ transpose, bf16$": 1,
-    r"^swiglu rowwise, 4 rows, bf16$": 1,
-    r"^swiglu backward, 4 rows, bf16$": 1,
-    r"^pack UE8M0$": 1,
-    r"^dispatch_kernel, dispatch fp8, decode, 1 of 1$": 1,
     r"^dispatch_kernel, dispatch bf16, 16 tokens, 1 of 1$": 1,
-    r"^combine_kernel, combine, prefill, 1 of 1$": 1,
-    r"^(mega_moe|route|combine)_kernel, mega 2048 x 768, 64 tokens$": 3,
     r"^mega_moe_bf16_kernel, mega 2048 x 768, bf16, 64 tokens$": 1,
-    r"^fp8 nt 128x256 .* 1 together .* masked swiglu weighted to fp8$": 1,
-    r"^fp8 nt 128x256 .* 1 together .* dense to bf16$": 1,
-    r"^fp8 nt 16x64 swapped 4 K blocks .* psum to bf16$": 2,
     r"^bf16 nn 128x256 .* psum \+ C to bf16$": 1,
-    r"^bf16 nt 128x256 .* psum swiglu to bf16$": 1,
-    r"^fp8 nt 128x256 .* psum swiglu weighted with pre-activations to fp8$": 1,
-    r"^segment sums, fp32$": 1,
-    r"^row dots, bf16 x fp32$": 1,
-    r"^swiglu backward \+ activation, bf16 to bf16$": 1,
-    r"^swiglu backward both ways, bf16$": 1,
     r"^both ways, bf16$": 1,
-    r"^columnwise of FP8 rows$": 1,
     r"^relu2 x weight, bf16 to fp8e4nv$": 1,
-    r"^local (layout, (counts|rows), 128 experts, i64|(send|sum), K = 8, bf16( to bf16)?)$": 4,
-    r"^(router_gemm|select)_kernel, 64 experts$": 2,
+    r"^local send, K = 8, bf16$": 1,
+    r"^select_kernel, 64 experts$": 1,
     r"^bf16 tn 128x256 4 stages skew 2 .* \+ C to fp32$": 1,
-    r"^fp8 tn 128x256 3 stages .* of 8 to bf16$": 1,
-    r"^fp8 tn 128x256 B in blocks 3 stages .* \+ C to fp32$": 1,
 }
 
 
@@ -123,7 +103,8 @@ def test_the_list_has_every_kernel_of_a_mega_call():
         assert {constants[parameter] for constants in routes} == {False, True}
     for kernel in names & {"mega_moe_kernel", "mega_moe_bf16_kernel"}:
         kernels = [each.constants for each in found if each.kernel.fn.__name__ == kernel]
-        for parameter in ("H", "INTER", "SKEW", "CHUNK", "ACTIVATION", "CLAMP", "BIAS"):
+        skew = {"SKEW"} if kernel == "mega_moe_bf16_kernel" else set()
+        for parameter in ("H", "INTER", *skew, "CHUNK", "ACTIVATION", "CLAMP", "BIAS"):
             assert len({constants[parameter] for constants in kernels}) > 1, (kernel, parameter)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -235,17 +236,18 @@ def check_tables(world: MegaWorld, tokens: list[Tokens], rank: int, settings: Me
     ups, downs, programs = plan.up_tiles, plan.down_tiles, settings.sms
     order: list[list[tuple]] = []
     for program in range(programs):
-        mine = (blocks * ups + programs - 1 - program) // programs + (blocks * downs + program) // programs
+        mine = (blocks * (ups + downs) + programs - 1 - program) // programs
         words = scratch["tiles"][program::programs][:mine].tolist()
         order.append([(w >> 24, b, w >> 8 & 255, w & 255, w >> 16 & 255) for w, b in words])
     everything = [
         (s, b, n, owner[b], heights[b]) for s in (0, 1) for b in range(blocks) for n in range((ups, downs)[s])
     ]
     assert sorted(tile for mine in order for tile in mine) == everything
-    for second in (0, 1):
-        share = [sum(tile[0] == second for tile in mine) for mine in order]
+    for second, half in itertools.product((0, 1), (False, True)):
+        share = [sum(tile[0] == second and (tile[4] <= 64) == half for tile in mine) for mine in order]
         assert max(share) - min(share) <= 1
     # The order that programs come to the end of with the smallest pool.
     short = [[tile[:2] for tile in mine] for mine in order]
-    assert short == order_of_tiles(blocks, ups, downs, programs, settings.group, settings.lag)
+    halves = [height <= 64 for height in heights]
+    assert short == order_of_tiles(halves, ups, downs, programs, settings.group, settings.lag)
     assert not unfinished(short, ups, downs, least_pool_blocks(settings))

@@ -227,7 +227,7 @@ def mega_moe_bf16_kernel(
                     BIAS, 1,
                 ),
             ),
-            (load_tiles, (descs, bars, bufs, tables, counters, waits, pool_rows, H, INTER, STAGES, False)),
+            (load_tiles, (descs, tables, bars, bufs, tables, counters, waits, pool_rows, H, INTER, STAGES, False)),
             (store_tiles, (store_desc, bars, d_bufs, tables, counters, pool_rows, H, INTER, None)),
             (pull_rows, (tables, counters, waits, peers, pool_words, pool_words, pool_rows, H, CHUNK, False, 0)),
             (pull_rows, (tables, counters, waits, peers, pool_words, pool_words, pool_rows, H, CHUNK, False, 1)),

@@ -17,9 +17,9 @@ Tiles come from a table in which GEMM 2 of a group of blocks trails GEMM 1 by a 
 of that order, if the pool is not too small (``mega_plan.least_pool_blocks``), so the first unfinished tile can always
 go on. Tiles of at most 64 rows leave consumer 1 out.
 
-Consumers either take turns for each wave, as in ``fp8`` (TURNS), or consumer 1 stays SKEW blocks of K behind, so that
-one's epilogue runs under the other's products. Sums and epilogues have the same bits as the grouped GEMMs'. Their loop
-over K is not used itself: here a tile's halves are loaded apart, and what a tile is comes from a table.
+Consumer 1 stays a block of K behind consumer 0, so that one's epilogue runs under the other's products. Sums and
+epilogues have the same bits as the grouped GEMMs'. Their loop over K is not used itself: here a tile's halves are
+loaded apart, and what a tile is comes from a table.
 """
 
 from triton.experimental import gluon
@@ -36,14 +36,17 @@ from megamoe.kernels.gluon.mega_pieces import (
     BLOCK,
     HALF,
     RESULTS_LAYOUT,
+    WEIGHT_SCALES_LAYOUT,
     bias_rows,
     end_of_tiles,
     load_tiles,
+    phase_of,
     pool_row,
     pull_rows,
     read_tile,
     routing_weights,
     scatter_rows,
+    stage_of,
     store_tiles,
     tell_read,
     tile_biases,
@@ -63,8 +66,8 @@ def wave(s, half, C: gl.constexpr, partial, bufs):
 
 @gluon.jit
 def sum_tile(
-    it0, num_k, turn, next0, next1, scales0, scales1, starts, bars, bufs, LEAST: gl.constexpr, STAGES: gl.constexpr,
-    SKEW: gl.constexpr, LEADS: gl.constexpr, BIAS: gl.constexpr, C: gl.constexpr,
+    it0, num_k, turn, starts, bars, bufs, STAGES: gl.constexpr, LEADS: gl.constexpr, BIAS: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
     """fp32 sums of both waves: each product of 128 along K is scaled and added up in registers.
 
@@ -72,47 +75,42 @@ def sum_tile(
     a zero partial ptxas would serialise the waves.
 
     Args:
-        it0, num_k: first stage and number of blocks of K. turn: number of the tile. LEAST: of any tile's ``num_k``.
-        scales0, scales1: pointers to the scales of B of either wave; next0, next1: their first values.
+        it0, num_k: first stage and number of blocks of K. turn: number of the tile.
         starts: with BIAS, pointers to what the sums of either wave start from.
     """
     full, empty, lead, results_full, results_empty = bars
+    a_bufs, b_bufs, a_scales, b_scales = bufs
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     LR: gl.constexpr = gl.SliceLayout(1, L)
     if BIAS:
         f1 = bias_rows(starts[1], L)
     else:
         f1 = gl.full([HALF, BLOCK], 0.0, gl.float32, L)
-    s = it0 % STAGES
-    mbarrier.wait(full.index(s), (it0 // STAGES) & 1)
+    s = stage_of(it0, STAGES)
+    mbarrier.wait(full.index(s), phase_of(it0, STAGES))
+    a = a_scales.index(s * 2 + C).reshape([HALF]).load(LR)
+    b0 = b_scales.index(s).slice(0, 1, 0).load(LR)
+    b1 = b_scales.index(s).slice(1, 1, 0).load(LR)
     running = wave(s, 0, C, f1, bufs)
-    b0 = next0
-    b1 = next1
-    k_next = gl.minimum(1, num_k - 1)
-    next0 = gl.load(scales0 + k_next)
-    next1 = gl.load(scales1 + k_next)
-    a = bufs[2].index(s * 2 + C).reshape([HALF]).load(LR)
     q = warpgroup_mma_wait(0, deps=[running])
     f0 = q * (a * b0)[:, None]
     if BIAS:
         f0 += bias_rows(starts[0], L)
     running1 = wave(s, 1, C, q, bufs)
+    if C == 0:
+        # Consumer 1 may start.
+        mbarrier.arrive(lead.index(turn % LEADS), count=1)
     scale1 = a * b1
     for k in range(1, num_k):
-        it = it0 + k
-        s = it % STAGES
-        b0 = next0
-        b1 = next1
-        k_next = gl.minimum(k + 1, num_k - 1)
-        next0 = gl.load(scales0 + k_next)
-        next1 = gl.load(scales1 + k_next)
-        mbarrier.wait(full.index(s), (it // STAGES) & 1)
-        a = bufs[2].index(s * 2 + C).reshape([HALF]).load(LR)
+        last = s
+        s = stage_of(it0 + k, STAGES)
+        mbarrier.wait(full.index(s), phase_of(it0 + k, STAGES))
         p = warpgroup_mma_wait(0, deps=[running1])
-        mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
-        if C == 0:
-            # Consumer 1 may start.
-            mbarrier.arrive(lead.index(turn % LEADS), count=1, pred=k == SKEW)
+        mbarrier.arrive(empty.index(last), count=1)
+        # After the arrive: Triton puts a barrier between it and the next shared read, which must not be the wave.
+        a = a_scales.index(s * 2 + C).reshape([HALF]).load(LR)
+        b0 = b_scales.index(s).slice(0, 1, 0).load(LR)
+        b1 = b_scales.index(s).slice(1, 1, 0).load(LR)
         f1 += p * scale1[:, None]
         running = wave(s, 0, C, p, bufs)
         q = warpgroup_mma_wait(0, deps=[running])
@@ -120,28 +118,9 @@ def sum_tile(
         running1 = wave(s, 1, C, q, bufs)
         scale1 = a * b1
     p = warpgroup_mma_wait(0, deps=[running1])
-    mbarrier.arrive(empty.index((it0 + num_k - 1) % STAGES), count=1)
-    if C == 0:
-        if LEAST <= SKEW:
-            mbarrier.arrive(lead.index(turn % LEADS), count=1, pred=num_k <= SKEW)
+    mbarrier.arrive(empty.index(s), count=1)
     f1 += p * scale1[:, None]
     return f0, f1
-
-
-@gluon.jit
-def weight_scales(word, up_scales, down_scales, H: gl.constexpr, INTER: gl.constexpr):
-    """Pointers to the scales of B of a tile's waves, and their first values; these wait for nothing."""
-    expert, n, valid, second = unpack(word)
-    UP_K: gl.constexpr = H // BLOCK
-    DOWN_K: gl.constexpr = INTER // BLOCK
-    scales0 = up_scales + (expert * (2 * INTER // BLOCK) + n) * UP_K
-    scales1 = scales0 + (INTER // BLOCK) * UP_K
-    if second == 1:
-        scales0 = down_scales + (expert * (H // BLOCK) + 2 * n) * DOWN_K
-        scales1 = scales0 + DOWN_K
-        if H % (2 * BLOCK) != 0:
-            scales1 = scales0 + gl.where(2 * n + 1 < H // BLOCK, DOWN_K, 0)
-    return scales0, scales1, gl.load(scales0), gl.load(scales1)
 
 
 @gluon.jit
@@ -194,17 +173,16 @@ def finish_tile(
 
 
 @gluon.jit
-def consume_tiles(
-    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, biases, pool_rows, clamp, H: gl.constexpr,
-    INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, LEADS: gl.constexpr, ACTIVATION: gl.constexpr,
-    CLAMP: gl.constexpr, BIAS: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
+def consume(
+    bars, bufs, d_bufs, tables, slots, act_scales, biases, pool_rows, clamp, H: gl.constexpr, INTER: gl.constexpr,
+    STAGES: gl.constexpr, LEADS: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr,
+    CODES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C, rows 64 C .. 64 C + 63 of each tile: consumer 1 stays behind consumer 0."""
     full, empty, lead, results_full, results_empty = bars
     tiles, sizes, row_source, row_target, row_weights = tables
     UP_K: gl.constexpr = H // BLOCK
     DOWN_K: gl.constexpr = INTER // BLOCK
-    LEAST: gl.constexpr = UP_K if UP_K < DOWN_K else DOWN_K
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     LR: gl.constexpr = gl.SliceLayout(1, L)
     end = end_of_tiles(sizes, H, INTER)
@@ -213,7 +191,6 @@ def consume_tiles(
     turn = 0
     told = 0
     word, block = read_tile(tiles, place, end)
-    scales0, scales1, next0, next1 = weight_scales(word, up_scales, down_scales, H, INTER)
     while place < end:
         tile = (word, block)
         expert, n, valid, second = unpack(word)
@@ -227,164 +204,19 @@ def consume_tiles(
             starts = biases
             if BIAS:
                 starts = tile_biases(tile[0], biases, H, INTER)
-            f0, f1 = sum_tile(
-                it0, num_k, turn, next0, next1, scales0, scales1, starts, bars, bufs, LEAST, STAGES, SKEW, LEADS, BIAS,
-                C,
-            )  # fmt: skip
+            f0, f1 = sum_tile(it0, num_k, turn, starts, bars, bufs, STAGES, LEADS, BIAS, C)
             told = tell_read(bars, told, second, C)
-            scales0, scales1, next0, next1 = weight_scales(word, up_scales, down_scales, H, INTER)
             told = finish_tile(
                 tile, f0, f1, weights, bars, d_bufs, tables, slots, act_scales, pool_rows, clamp, told, H, ACTIVATION,
                 CLAMP, BIAS, CODES, C,
             )  # fmt: skip
         else:
-            scales0, scales1, next0, next1 = weight_scales(word, up_scales, down_scales, H, INTER)
             for k in range(num_k):
-                it = it0 + k
-                mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
-                mbarrier.arrive(empty.index(it % STAGES), count=1)
+                s = stage_of(it0 + k, STAGES)
+                mbarrier.wait(full.index(s), phase_of(it0 + k, STAGES))
+                mbarrier.arrive(empty.index(s), count=1)
         it0 += num_k
         turn += 1
-
-
-@gluon.jit
-def consume_in_turns(
-    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, pool_rows, clamp, H: gl.constexpr,
-    INTER: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, CODES: gl.constexpr,
-    C: gl.constexpr,
-):  # fmt: skip
-    """The same, taking turns with the other consumer for each wave; a tile is finished under the next one's first wave.
-
-    What is held back until then may be what the next tile waits for: GEMM 2 of the same block, or of a later one whose
-    GEMM 1 another program holds back in turn; or rows that wait for the slot of a block of the same group. Then it is
-    finished before. GEMM 2 of an earlier block is no danger, nor are rows that wait for an earlier group's: a chain of
-    such waits comes to ever earlier blocks, and ends.
-    """
-    full, empty, lead, results_full, results_empty = bars
-    tiles, sizes, row_source, row_target, row_weights = tables
-    UP_K: gl.constexpr = H // BLOCK
-    DOWN_K: gl.constexpr = INTER // BLOCK
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    LR: gl.constexpr = gl.SliceLayout(1, L)
-    end = end_of_tiles(sizes, H, INTER)
-    place = gl.program_id(0)
-    it = 0
-    told = 0
-    held = 0
-    f0 = gl.full([HALF, BLOCK], 0.0, gl.float32, L)
-    f1 = gl.full([HALF, BLOCK], 0.0, gl.float32, L)
-    p = f0
-    word, block = read_tile(tiles, place, end)
-    last_word = word
-    last_block = block
-    scales0, scales1, next0, next1 = weight_scales(word, up_scales, down_scales, H, INTER)
-    if C == 1:
-        pieces.pass_turn(C)
-    while place < end:
-        expert, n, valid, second = unpack(word)
-        num_k = UP_K if second == 0 else DOWN_K
-        # A group is at most half of a pool that is used again.
-        reused = (block * BLOCK >= pool_rows) & ((block - last_block) * BLOCK > pool_rows // 2)
-        awaited = (last_word >> 24 == 0) & gl.where(second == 1, block >= last_block, reused)
-        if (held == 1) & (awaited | (valid <= C * HALF)):
-            weights = routing_weights(last_block, row_weights, LR, C)
-            told = finish_tile(
-                (last_word, last_block), f0, f1, weights, bars, d_bufs, tables, slots, act_scales, pool_rows,
-                clamp, told, H, ACTIVATION, CLAMP, False, CODES, C,
-            )  # fmt: skip
-            held = 0
-        if valid > C * HALF:
-            s = it % STAGES
-            mbarrier.wait(full.index(s), (it // STAGES) & 1)
-            b0 = next0
-            b1 = next1
-            k_next = gl.minimum(1, num_k - 1)
-            next0 = gl.load(scales0 + k_next)
-            next1 = gl.load(scales1 + k_next)
-            a = bufs[2].index(s * 2 + C).reshape([HALF]).load(LR)
-            pieces.wait_turn(C)
-            running = wave(s, 0, C, p, bufs)
-            pieces.pass_turn(C)
-            if held == 1:
-                weights1 = routing_weights(last_block, row_weights, LR, C)
-                told = finish_tile(
-                    (last_word, last_block), f0, f1, weights1, bars, d_bufs, tables, slots, act_scales, pool_rows,
-                    clamp, told, H, ACTIVATION, CLAMP, False, CODES, C,
-                )  # fmt: skip
-            p = warpgroup_mma_wait(0, deps=[running])
-            f0 = p * (a * b0)[:, None]
-            pieces.wait_turn(C)
-            running1 = wave(s, 1, C, p, bufs)
-            pieces.pass_turn(C)
-            scale1 = a * b1
-            f1 = gl.full([HALF, BLOCK], 0.0, gl.float32, L)
-            for k in range(1, num_k):
-                it += 1
-                s = it % STAGES
-                b0 = next0
-                b1 = next1
-                k_next1 = gl.minimum(k + 1, num_k - 1)
-                next0 = gl.load(scales0 + k_next1)
-                next1 = gl.load(scales1 + k_next1)
-                mbarrier.wait(full.index(s), (it // STAGES) & 1)
-                q = warpgroup_mma_wait(0, deps=[running1])
-                mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
-                a = bufs[2].index(s * 2 + C).reshape([HALF]).load(LR)
-                f1 += q * scale1[:, None]
-                pieces.wait_turn(C)
-                running = wave(s, 0, C, q, bufs)
-                pieces.pass_turn(C)
-                p = warpgroup_mma_wait(0, deps=[running])
-                f0 += p * (a * b0)[:, None]
-                pieces.wait_turn(C)
-                running1 = wave(s, 1, C, p, bufs)
-                pieces.pass_turn(C)
-                scale1 = a * b1
-            p = warpgroup_mma_wait(0, deps=[running1])
-            mbarrier.arrive(empty.index(it % STAGES), count=1)
-            told = tell_read(bars, told, second, C)
-            f1 += p * scale1[:, None]
-            it += 1
-            held = 1
-            last_word = word
-            last_block = block
-        else:
-            for _ in range(num_k):
-                mbarrier.wait(full.index(it % STAGES), (it // STAGES) & 1)
-                pieces.wait_turn(C)
-                pieces.pass_turn(C)
-                pieces.wait_turn(C)
-                pieces.pass_turn(C)
-                mbarrier.arrive(empty.index(it % STAGES), count=1)
-                it += 1
-        place += gl.num_programs(0)
-        word, block = read_tile(tiles, place, end)
-        scales0, scales1, next0, next1 = weight_scales(word, up_scales, down_scales, H, INTER)
-    if held == 1:
-        weights2 = routing_weights(last_block, row_weights, LR, C)
-        finish_tile(
-            (last_word, last_block), f0, f1, weights2, bars, d_bufs, tables, slots, act_scales, pool_rows, clamp,
-            told, H, ACTIVATION, CLAMP, False, CODES, C,
-        )  # fmt: skip
-
-
-@gluon.jit
-def consume(
-    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, biases, pool_rows, clamp, H: gl.constexpr,
-    INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, LEADS: gl.constexpr, TURNS: gl.constexpr,
-    ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    if TURNS:
-        gl.static_assert(not BIAS)
-        consume_in_turns(
-            bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, pool_rows, clamp, H,
-            INTER, STAGES, ACTIVATION, CLAMP, CODES, C,
-        )  # fmt: skip
-    else:
-        consume_tiles(
-            bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, biases, pool_rows, clamp, H, INTER,
-            STAGES, SKEW, LEADS, ACTIVATION, CLAMP, BIAS, CODES, C,
-        )  # fmt: skip
 
 
 # ---------------------------------------------------------------- the kernel
@@ -395,8 +227,7 @@ def mega_moe_kernel(
     rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc, tiles, sizes, row_source, row_target,
     row_weights, pulled, finished, consumed, error, budget_ns, deltas, words, scales, slots, pool_words, pool_scales,
     act_scales, up_scales, down_scales, up_bias, down_bias, pool_rows, clamp, H: gl.constexpr, INTER: gl.constexpr,
-    STAGES: gl.constexpr, SKEW: gl.constexpr, TURNS: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr,
-    CLAMP: gl.constexpr, BIAS: gl.constexpr,
+    STAGES: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """One launch; e local experts, P rows at most, S rows of the pool.
@@ -419,17 +250,17 @@ def mega_moe_kernel(
     b_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, BLOCK, BLOCK], up_desc.layout)
     d_bufs = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, BLOCK], RESULTS_LAYOUT)
     s_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * 2, 1, HALF], row_scales_desc.layout)
+    w_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 2], WEIGHT_SCALES_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        # The bytes, and the scales of weights.
+        mbarrier.init(full.index(stage), count=2)
         mbarrier.init(empty.index(stage), count=2)
     # Consumer 0 is at most STAGES blocks of K ahead. It must not tell of one tile and then of the next of the same
     # barrier before consumer 1 has waited for the first: a barrier's parity could not tell them apart.
     NK: gl.constexpr = (H if H < INTER else INTER) // BLOCK
-    TOLD: gl.constexpr = SKEW if SKEW < NK - 1 else NK - 1
-    LEADS: gl.constexpr = 1 if NK + TOLD >= STAGES else (STAGES - TOLD + NK - 1) // NK
-    gl.static_assert(SKEW > 0 and STAGES > SKEW and LEADS * NK + TOLD >= STAGES)
+    LEADS: gl.constexpr = (STAGES + NK - 1) // NK
     lead = gl.allocate_shared_memory(gl.int64, [LEADS, 1], mbarrier.MBarrierLayout())
     for tile in gl.static_range(LEADS):
         mbarrier.init(lead.index(tile), count=1)
@@ -439,7 +270,7 @@ def mega_moe_kernel(
         mbarrier.init(results_full.index(c), count=1)
         mbarrier.init(results_empty.index(c), count=1)
     bars = (full, empty, lead, results_full, results_empty)
-    bufs = (a_bufs, b_bufs, s_bufs)
+    bufs = (a_bufs, b_bufs, s_bufs, w_bufs)
     tables = (tiles, sizes, row_source, row_target, row_weights)
     counters = (pulled, finished, consumed)
     peers = (deltas, words, scales)
@@ -454,18 +285,24 @@ def mega_moe_kernel(
             (
                 consume,
                 (
-                    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, biases, pool_rows, clamp, H,
-                    INTER, STAGES, SKEW, LEADS, TURNS, ACTIVATION, CLAMP, BIAS, CODES, 0,
+                    bars, bufs, d_bufs, tables, slots, act_scales, biases, pool_rows, clamp, H, INTER, STAGES, LEADS,
+                    ACTIVATION, CLAMP, BIAS, CODES, 0,
                 ),
             ),
             (
                 consume,
                 (
-                    bars, bufs, d_bufs, tables, slots, act_scales, up_scales, down_scales, biases, pool_rows, clamp, H,
-                    INTER, STAGES, SKEW, LEADS, TURNS, ACTIVATION, CLAMP, BIAS, CODES, 1,
+                    bars, bufs, d_bufs, tables, slots, act_scales, biases, pool_rows, clamp, H, INTER, STAGES, LEADS,
+                    ACTIVATION, CLAMP, BIAS, CODES, 1,
                 ),
             ),
-            (load_tiles, (descs, bars, bufs, tables, counters, waits, pool_rows, H, INTER, STAGES, True)),
+            (
+                load_tiles,
+                (
+                    descs, (up_scales, down_scales), bars, bufs, tables, counters, waits, pool_rows, H, INTER, STAGES,
+                    True,
+                ),
+            ),
             (store_tiles, (act_desc, bars, d_bufs, tables, counters, pool_rows, H, INTER, CODES)),
             (pull_rows, (tables, counters, waits, peers, pool_words, pool_scales, pool_rows, H, CHUNK, True, 0)),
             (pull_rows, (tables, counters, waits, peers, pool_words, pool_scales, pool_rows, H, CHUNK, True, 1)),

@@ -29,6 +29,9 @@ FINISHED_TILES = gl.constexpr(flag_words.FINISHED_TILES)
 CONSUMED_TILES = gl.constexpr(flag_words.CONSUMED_TILES)
 TOKEN_BITS = gl.constexpr(flag_words.TOKEN_BITS)
 
+WEIGHT_SCALES_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+"""Of the scales of a stage's weights, one for each half of the columns."""
+
 RESULTS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))
 
 # ---------------------------------------------------------------- tiles
@@ -43,12 +46,10 @@ def columns_tiles(COLUMNS: gl.constexpr):
 @gluon.jit
 def end_of_tiles(sizes, H: gl.constexpr, INTER: gl.constexpr):
     """End of this program's places in the table of tiles; it takes its number, and every ``num_programs``-th after."""
-    blocks = gl.load(sizes) // BLOCK
+    tiles = gl.load(sizes) // BLOCK * (INTER // BLOCK + columns_tiles(H))
     programs = gl.num_programs(0)
     me = gl.program_id(0)
-    ups = (blocks * (INTER // BLOCK) + programs - 1 - me) // programs
-    downs = (blocks * columns_tiles(H) + me) // programs
-    return me + (ups + downs) * programs
+    return me + (tiles + programs - 1 - me) // programs * programs
 
 
 @gluon.jit
@@ -71,21 +72,63 @@ def pool_row(block, pool_rows):
     return block * BLOCK % pool_rows
 
 
+@gluon.jit
+def stage_of(it, STAGES: gl.constexpr):
+    """Where the ring is at its ``it``-th block of K."""
+    if STAGES & (STAGES - 1) == 0:
+        # The compiler does not know that ``it`` is not negative.
+        return it & (STAGES - 1)
+    else:
+        return it % STAGES
+
+
+@gluon.jit
+def phase_of(it, STAGES: gl.constexpr):
+    """Whether it has come round an odd number of times."""
+    if STAGES == 4:
+        return (it >> 2) & 1
+    else:
+        return (it // STAGES) & 1
+
+
 # ---------------------------------------------------------------- the loader
 
 
 @gluon.jit
-def load_weights(it, first, second, k, two, b_desc, bars, bufs, STAGES: gl.constexpr, SCALED: gl.constexpr):
-    """Asks for both halves' columns of a K block, once the stage is free."""
+def weight_scales(word, scales, H: gl.constexpr, INTER: gl.constexpr):
+    """Pointers to the scales of a tile's weights: a lane for each half of the columns, at the first block of K."""
+    up_scales, down_scales = scales
+    expert, n, valid, second = unpack(word)
+    UP_K: gl.constexpr = H // BLOCK
+    DOWN_K: gl.constexpr = INTER // BLOCK
+    half = pieces.lanes(2)
+    pointers = up_scales + (expert * (2 * INTER // BLOCK) + n + half * (INTER // BLOCK)) * UP_K
+    if second == 1:
+        block = 2 * n + half
+        if H % (2 * BLOCK) != 0:
+            block = gl.minimum(block, H // BLOCK - 1)
+        pointers = down_scales + (expert * (H // BLOCK) + block) * DOWN_K
+    return pointers
+
+
+@gluon.jit
+def load_weights(
+    it, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES: gl.constexpr, SCALED: gl.constexpr
+):  # fmt: skip
+    """Asks for both halves' columns of a K block, once the stage is free, and SCALED puts their scales beside them."""
     full, empty, lead, results_full, results_empty = bars
-    s = it % STAGES
-    mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
+    s = stage_of(it, STAGES)
+    if SCALED:
+        values = gl.load(w_scales + k)
+    mbarrier.wait(empty.index(s), phase_of(it, STAGES) ^ 1)
     # The byte count is a compile-time one.
     if SCALED:
         mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK + BLOCK * 4, pred=two)
         mbarrier.expect(full.index(s), (2 * BLOCK + HALF) * BLOCK + HALF * 4, pred=two == 0)
         tma_load(b_desc, [first, k * BLOCK], full.index(s), bufs[1].index(s * 2))
         tma_load(b_desc, [second, k * BLOCK], full.index(s), bufs[1].index(s * 2 + 1))
+        bufs[3].index(s).store(values)
+        mbarrier.arrive(full.index(s), count=1)
     else:
         mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK, pred=two)
         mbarrier.expect(full.index(s), (2 * BLOCK + HALF) * BLOCK, pred=two == 0)
@@ -99,7 +142,7 @@ def load_rows(
 ):  # fmt: skip
     """Asks for the rows, and SCALED for their scales; of a half tile only for the upper half's."""
     STEP: gl.constexpr = BLOCK if SCALED else HALF
-    s = it % STAGES
+    s = stage_of(it, STAGES)
     bar = bars[0].index(s)
     tma_load(a_desc, [row, k * STEP], bar, bufs[0].index(s * 2))
     tma_load(a_desc, [row + HALF, k * STEP], bar, bufs[0].index(s * 2 + 1), pred=two)
@@ -124,8 +167,8 @@ def counter_of(word, block, pulled, finished, INTER: gl.constexpr):
 
 @gluon.jit
 def load_tile(
-    it, ready, awaited, block, following, row, first, second, two, a_desc, scales_desc, b_desc, bars, bufs, waits,
-    NK: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr,
+    it, ready, awaited, block, following, row, first, second, two, a_desc, scales_desc, b_desc, w_scales, bars, bufs,
+    waits, NK: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Feeds one tile. Returns whether the ``following`` one's rows are there, as seen near the end of this one."""
     error, budget_ns = waits
@@ -135,7 +178,7 @@ def load_tile(
     if ready == 0:
         if flags.load_counter(awaited[0]) < awaited[1]:
             for k in range(AHEAD):
-                load_weights(it + k, first, second, k, two, b_desc, bars, bufs, STAGES, SCALED)
+                load_weights(it + k, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES, SCALED)
             flags.wait_for_counter(awaited[0], awaited[1], block, awaited[2], error, budget_ns, False)
             for k in range(AHEAD):
                 load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, SCALED)
@@ -143,24 +186,24 @@ def load_tile(
         else:
             flags.fence_proxies()
     for k in range(start, LOOK):
-        load_weights(it + k, first, second, k, two, b_desc, bars, bufs, STAGES, SCALED)
+        load_weights(it + k, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES, SCALED)
         load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, SCALED)
     next_ready = 0
     if flags.load_counter(following[0]) >= following[1]:
         next_ready = 1
         flags.fence_proxies()
     for k in range(LOOK, NK):
-        load_weights(it + k, first, second, k, two, b_desc, bars, bufs, STAGES, SCALED)
+        load_weights(it + k, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES, SCALED)
         load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, SCALED)
     return next_ready
 
 
 @gluon.jit
 def load_tiles(
-    descs, bars, bufs, tables, counters, waits, pool_rows, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr,
-    SCALED: gl.constexpr,
+    descs, scales, bars, bufs, tables, counters, waits, pool_rows, H: gl.constexpr, INTER: gl.constexpr,
+    STAGES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """The loader. Without SCALED any descriptors stand for those of scales."""
+    """The loader. ``scales``: pointers to those of both weights. Without SCALED anything stands for scales."""
     rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc = descs
     tiles, sizes, row_source, row_target, row_weights = tables
     pulled, finished, consumed = counters
@@ -178,6 +221,9 @@ def load_tiles(
         two = valid > HALF
         this = block
         row = pool_row(block, pool_rows)
+        w_scales = scales[0]
+        if SCALED:
+            w_scales = weight_scales(word, scales, H, INTER)
         place += gl.num_programs(0)
         word, block = read_tile(tiles, place, end)
         following = counter_of(word, block, pulled, finished, INTER)
@@ -185,7 +231,7 @@ def load_tiles(
             gate = expert * (2 * INTER) + n * BLOCK
             ready = load_tile(
                 it, ready, awaited, this, following, row, gate, gate + INTER, two, rows_desc, row_scales_desc, up_desc,
-                bars, bufs, waits, UP_K, STAGES, SCALED,
+                w_scales, bars, bufs, waits, UP_K, STAGES, SCALED,
             )  # fmt: skip
             it += UP_K
         else:
@@ -193,7 +239,7 @@ def load_tiles(
             col = expert * H + n * (2 * BLOCK)
             ready = load_tile(
                 it, ready, awaited, this, following, row, col, col + BLOCK, two, act_desc, act_scales_desc, down_desc,
-                bars, bufs, waits, DOWN_K, STAGES, SCALED,
+                w_scales, bars, bufs, waits, DOWN_K, STAGES, SCALED,
             )  # fmt: skip
             it += DOWN_K
         awaited = following
