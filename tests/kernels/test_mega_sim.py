@@ -58,6 +58,16 @@ def test_ranks(sizes, calls, fused, seed):
     run_calls(sizes, "random", seed, calls, fused)
 
 
+@pytest.mark.parametrize("policy", ["random", "slowrank"])
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+@launches
+def test_eight_ranks(fused, fp8, policy, seed):
+    """As many as an NVLink domain often has, in every routing, some of them without tokens."""
+    sizes = MegaSizes(ranks=8, experts=16, top_k=3, tokens=5, hidden=128, intermediate=128, fp8=fp8)
+    counts = [5, 0, 3, 5, 1, 2, 5, 4], [0, 5, 0, 0, 5, 5, 2, 3], [2] * 8, [1, 0, 0, 0, 0, 0, 0, 5]
+    run_calls(sizes, policy, seed, list(zip(counts, ("random", "holes", "one", "twice"), strict=True)), fused)
+
+
 @pytest.mark.parametrize("routing", ["one", "none", "twice"])
 def test_routing(routing, seed):
     run_calls(TWO, "random", seed, [([40, 30], routing), ([2, 1], "random")])
