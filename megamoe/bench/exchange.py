@@ -1,8 +1,9 @@
 """The exchange over NVLink beside NCCL's: payload rates of large calls, latencies of small ones.
 
 Run: torchrun --standalone --nproc-per-node 2 -m megamoe bench exchange. Results are compared bit for bit before
-anything is timed. The payload is what the receiving experts need from other ranks: a row for each (token, expert) pair.
-A token that several experts of a rank need crosses the link once, so that payload rates can pass the link's own.
+anything is timed; GPUs begin each replay of a graph together. The payload is what the receiving experts need from other
+ranks: a row for each (token, expert) pair. A token that several experts of a rank need crosses the link once, so that
+payload rates can pass the link's own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megamoe.bench.ranks import starter
 from megamoe.bench.timing import check_gpu, eager_microseconds, interleaved
 from megamoe.comm.collective import CollectiveExchange
 from megamoe.comm.peer import PeerExchange
@@ -59,7 +61,7 @@ class _Problem:
 
     def __init__(self, case: ExchangeCase, group: dist.ProcessGroup, allocator: str):
         self.case, self.rank, self.ranks = case, dist.get_rank(group), dist.get_world_size(group)
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = self.device = torch.device("cuda", torch.cuda.current_device())
         config = MoEConfig(case.hidden, 128, case.experts, case.top_k, precision="fp8")
         self.buffer = SymmetricBuffer(plan_memory(config, self.ranks, case.tokens), group, allocator=allocator)
         generator = torch.Generator(device).manual_seed(self.rank)
@@ -119,7 +121,7 @@ def measure_rates(
         candidates[f"combine bf16, {num_sms} SMs"] = [
             lambda peer=peer, rows=rows, handle=handle: peer.return_rows(rows, handle, BF16)
         ]
-    times = interleaved(candidates, rounds, REPEATS)
+    times = interleaved(candidates, rounds, REPEATS, starter(group, problem.device))
     theirs = problem.collective.plan(problem.routing)
     pool = problem.collective.send_rows(problem.x, theirs)
     times["dispatch bf16, NCCL"] = eager_microseconds(lambda: problem.collective.send_rows(problem.x, theirs), rounds)
@@ -155,14 +157,14 @@ def measure_latencies(case: ExchangeCase, group: dist.ProcessGroup, allocator: s
     problem = _Problem(case, group, allocator)
     peer = problem.peer(None)
     problem.check(peer)
-    combined = torch.empty(peer.capacity, case.hidden, dtype=BF16, device="cuda").normal_()
+    combined = torch.empty(peer.capacity, case.hidden, dtype=BF16, device=problem.device).normal_()
 
     def both() -> None:
         _, handle = peer.dispatch_once(problem.x, problem.routing, FP8)
         peer.return_rows(combined, handle, BF16)
 
     candidates = {"dispatch fp8 + combine bf16": [both], "barrier": [peer.barrier]}
-    times = _slowest(interleaved(candidates, rounds, REPEATS))
+    times = _slowest(interleaved(candidates, rounds, REPEATS, starter(group, problem.device)))
     problem.buffer.check()
     problem.buffer.close()
     return [{"case": case.label, "what": name, "us": round(value, 2)} for name, value in times.items()]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 MAX_RANKS = 32
 
-# Kinds of flags: each has a line of 128 bytes for every rank, so that no two writers share one.
+# Kinds of flags: each has a line of 128 bytes for every rank, so that no two writers share one. A flag is an epoch
+# times 1 << EPOCH_BITS; below are shares of the next one, of a rank's programs that raise it together.
 READY = 0  # inputs of a dispatch are in place
 PULLED = 1  # the writer of the flag has read the inputs of that dispatch
 SCATTERED = 2  # results have been written to their tokens' rank; counts SCATTERED_STEPS for each combine
 REDUCED = 3  # the writer of the flag has summed those of that combine
 BARRIER = 4
 COUNT = 5  # no flag but tokens of the rank, written before READY
+EPOCH_BITS = 20
 LINE_WORDS = 16
 KIND_WORDS = MAX_RANKS * LINE_WORDS
 FLAG_WORDS = 6 * KIND_WORDS
@@ -18,18 +20,16 @@ FLAG_WORDS = 6 * KIND_WORDS
 SCATTERED_STEPS = 16
 """Steps in which a combine's results may be announced."""
 
-# A rank's own state: launches of each kind that have ended, EPOCH_UNIT for each, and tickets of the programs that write
-# before a flag is raised. Then how many dispatches and combines all ranks are known to have ended: those before a flag
-# that all have raised since.
+# A rank's own state: launches of each kind that have ended, in shares like a flag. How many dispatches and combines all
+# ranks are known to have ended: those before a flag that all have raised since. And tickets of the programs that have
+# come to the end of a step, or of all sums.
 DISPATCHES = 0
 COMBINES = 1
 BARRIERS = 2
-EPOCH_BITS = 20
-STAGED_TICKET = 4
+DISPATCHES_SEEN = 3
+COMBINES_SEEN = 4
 SUMMED_TICKET = 5
-DISPATCHES_SEEN = 6
-COMBINES_SEEN = 7
-NEXT_TOKENS = 8  # the next tokens whose sum no program has begun
+NEXT_TOKENS = 6  # the next tokens whose sum no program has begun
 SCATTERED_TICKETS = 16  # one for each step
 STATE_WORDS = 32
 

@@ -135,6 +135,12 @@ ALLOWED_SPILLS = (
         "tables of 256 experts at a time (triton 3.9)",
     ),
     AllowedSpill(
+        "route_kernel",
+        lambda c: not c["STAGE"],
+        8,
+        "numbers of the kinds of tiles are kept while rows are assigned (triton 3.9)",
+    ),
+    AllowedSpill(
         "activation_backward_kernel",
         lambda c: c["ACTIVATION"] == "geglu" and c["CLAMP"],
         720,

@@ -34,8 +34,19 @@ DEFAULT_SMS = 32
 WARPS, FEW_WARPS = 16, 8
 """Of a program that has an SM to itself, and where few tokens are shared out among as many programs as there can be."""
 
+EARLY_TOKENS = 64
+"""Tokens of a rank up to which a dispatch reads them beside the count of rows; more are read faster after it."""
+
+WIDE_TOKENS = 64
+"""Tokens of a rank from which on a combine's sums are a matter of the memory's rate rather than of latency."""
+
+FEW_SUM_COLS, SUM_COLS = 256, 512
+"""Columns that a warp sums at once, below ``WIDE_TOKENS`` and from there on."""
+
+FEW_SUMS_AHEAD, SUMS_AHEAD = 2, 1
+"""Sums whose rows a program reads together before it writes the first, likewise."""
+
 _TILE_ROWS, _TILE_WORDS = 8, 1024
-_PUSHED_WORDS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -237,7 +248,7 @@ def dispatch(
         chunk, programs = 128, limit
         while chunk > _TILE_ROWS and ranks * memory.max_tokens < 2 * chunk * limit:
             chunk //= 2
-    tile_rows, warps = min(chunk, _TILE_ROWS), FEW_WARPS if fused else WARPS
+    warps = FEW_WARPS if fused else WARPS
     common = flag_arguments(memory)
     region = memory.rows if not move else memory.rows.view(rows.dtype)
     nothing = memory.error
@@ -286,6 +297,11 @@ def dispatch(
         )
         launches.append(Launch(triton_dispatch.count_kernel, min(chunks, all_sms), {**common, **arguments}, 4))
     words = hidden * (rows.element_size() if move else 2) // 4
+    padded_words = triton.next_power_of_2(words)
+    # Chunks that fit into few registers are read before their rows are known.
+    fits = memory.max_tokens <= EARLY_TOKENS and chunk * padded_words <= 1024 * warps
+    ahead = fused and move and routing is not None and fits
+    tile_rows = chunk if ahead else min(chunk, _TILE_ROWS)
     arguments = dict(
         words=_as_words(memory.rows),
         histograms=histograms,
@@ -307,8 +323,9 @@ def dispatch(
         SUB=min(max(padded_k, 512 * warps // bins), chunk * padded_k),
         GROUPS=min(4 * warps, triton.next_power_of_2(triton.cdiv(hidden, 128))),
         ROWS=tile_rows,
-        COLS=min(_TILE_WORDS * _TILE_ROWS * warps // WARPS // tile_rows, triton.next_power_of_2(words)),
+        COLS=padded_words if ahead else min(_TILE_WORDS * _TILE_ROWS * warps // WARPS // tile_rows, padded_words),
         SCALE_COLS=triton.next_power_of_2((hidden + 127) // 128),
+        AHEAD=ahead,
         **counted,
     )
     launches.append(Launch(triton_dispatch.dispatch_kernel, programs, {**common, **staged, **arguments}, warps))
@@ -344,8 +361,11 @@ def combine(
     written = tokens * top_k * hidden * 2
     some = written <= SOME * FEW_BYTES
     limit, warps = _limit(num_sms, all_sms, some), FEW_WARPS if some else WARPS
-    if written <= FEW_BYTES or not move or memory.num_ranks == 1:
-        steps, programs = 1, _programs(tokens * max(1, memory.num_ranks - 1), limit)
+    at_once = written <= FEW_BYTES or not move or memory.num_ranks == 1
+    cols_of_warp, ahead = (FEW_SUM_COLS, FEW_SUMS_AHEAD) if tokens < WIDE_TOKENS else (SUM_COLS, SUMS_AHEAD)
+    sum_cols = min(cols_of_warp * warps, triton.next_power_of_2(hidden))
+    if at_once:
+        steps, programs = 1, _programs(tokens * triton.cdiv(hidden, sum_cols), limit)
         pushers = programs
     else:
         # Links need fewer SMs than the sums, which read twice as much.
@@ -369,7 +389,6 @@ def combine(
         out_weights=out_weights if out_weights is not None else nothing,
         pushers=pushers,
         K=top_k,
-        KP=triton.next_power_of_2(top_k),
         H=hidden,
         WORDS=words,
         MOVE=move,
@@ -377,9 +396,10 @@ def combine(
         FROM_SLOTS=False,
         STEPS=steps,
         BLOCK=1024,
-        COLS=min(triton.next_power_of_2(words), _PUSHED_WORDS * warps // WARPS // triton.next_power_of_2(top_k)),
+        COLS=min(triton.next_power_of_2(words), 128 * warps),
         SUM_TOKENS=4 if steps == STEPS else 1,
-        SUM_COLS=min(512 * warps, triton.next_power_of_2(hidden)),
+        SUM_COLS=sum_cols,
+        AHEAD=ahead,
         **flag_arguments(memory),
     )
     return [Launch(triton_combine.combine_kernel, programs, arguments, warps)]
@@ -415,9 +435,8 @@ def sum_slots(
         out_weights=nothing,
         pushers=0,
         K=memory.top_k,
-        KP=triton.next_power_of_2(memory.top_k),
         H=hidden,
-        WORDS=0,
+        WORDS=_TILE_WORDS,
         MOVE=True,
         WEIGHTS=False,
         FROM_SLOTS=True,
@@ -426,6 +445,7 @@ def sum_slots(
         COLS=_TILE_WORDS,
         SUM_TOKENS=1,
         SUM_COLS=min(1024, triton.next_power_of_2(hidden)),
+        AHEAD=1,
         **flag_arguments(memory),
     )
     programs = max(1, min(index.shape[0] * triton.cdiv(hidden, 1024), 16 * all_sms))

@@ -26,6 +26,7 @@ from megamoe.kernels.triton_flags import (
     SCATTERED_STEPS,
     SCATTERED_TICKETS,
     SUMMED_TICKET,
+    arrive,
     begin,
     end_program,
     epochs_ended,
@@ -62,38 +63,42 @@ def _most_tokens(sizes, R: tl.constexpr):
 
 
 @triton.jit
-def _rows_to_push(pair_to_row, sizes, turn, my_rank, max_tokens, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
-    """(source rank, token, rows of its slots) of a turn; links are busy by turns."""
+def _unit(
+    pair_to_row, sizes, unit, end, my_rank, max_tokens, R: tl.constexpr, K: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """(rank, token, piece, rows of its slots) of a unit of what is written; links are busy by turns."""
+    turn = unit // PIECES
     source = (my_rank + 1 + turn % (R - 1)) % R
     token = (turn // (R - 1)).to(tl.int64)
-    slot = tl.arange(0, KP)
-    mask = (slot < K) & (token < tl.load(sizes + 1 + source))
-    place = (source.to(tl.int64) * max_tokens + token) * K + slot
-    return source, token, tl.load(pair_to_row + place, mask=mask, other=-1)
+    tokens = tl.load(sizes + 1 + source)
+    rows = ()
+    for k in tl.static_range(K):
+        row = tl.load(pair_to_row + (source.to(tl.int64) * max_tokens + token) * K + k, mask=unit < end, other=-1)
+        # Beyond a rank's tokens anything may be in the table.
+        rows = rows + (tl.where(token < tokens, row, -1),)
+    return source, token, unit % PIECES, rows
 
 
 @triton.jit
-def _push(
-    words, slots, deltas, pair_to_row, sizes, first, end, pushers, my_rank, max_tokens, R: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, WORDS: tl.constexpr, COLS: tl.constexpr,
+def _read_unit(words, piece, rows, WORDS: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr):
+    col = piece * COLS + tl.arange(0, COLS)
+    values = ()
+    for k in tl.static_range(K):
+        row = rows[k]
+        values = values + (tl.load(words + row.to(tl.int64) * WORDS + col, mask=(row >= 0) & (col < WORDS)),)
+    return values
+
+
+@triton.jit
+def _write_unit(
+    values, slots, deltas, source, token, piece, rows, max_tokens, WORDS: tl.constexpr, K: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
-    """The rows of other ranks' tokens ``first`` to ``end`` into the slots there, a token at a time."""
-    slot = tl.arange(0, KP)
-    start = first * (R - 1) + tl.program_id(0)
-    source, token, row = _rows_to_push(pair_to_row, sizes, start, my_rank, max_tokens, R, K, KP)
-    for turn in range(start, end * (R - 1), pushers):
-        # Which rows are next is known by the time that these have come.
-        after = tl.minimum(turn + pushers, end * (R - 1) - 1)
-        following = _rows_to_push(pair_to_row, sizes, after, my_rank, max_tokens, R, K, KP)
-        move = (row >= 0)[:, None]
-        target = peer(slots, tl.load(deltas + source), 4)
-        place = (slot * max_tokens.to(tl.int64) + token)[:, None] * WORDS
-        for c in range(0, WORDS, COLS):
-            col = (c + tl.arange(0, COLS))[None, :]
-            inside = move & (col < WORDS)
-            value = tl.load(words + row.to(tl.int64)[:, None] * WORDS + col, mask=inside)
-            tl.store(target + place + col, value, mask=inside)
-        source, token, row = following
+    col = piece * COLS + tl.arange(0, COLS)
+    target = peer(slots, tl.load(deltas + source), 4) + token * WORDS
+    for k in tl.static_range(K):
+        place = k * max_tokens.to(tl.int64) * WORDS + col
+        tl.store(target + place, values[k], mask=(rows[k] >= 0) & (col < WORDS))
 
 
 @triton.jit
@@ -152,6 +157,60 @@ def _sum(
 
 
 @triton.jit
+def _piece_of(turn, n, H: tl.constexpr, COLS: tl.constexpr):
+    """(token, columns, which of them there are) of a turn of the sums."""
+    pieces: tl.constexpr = (H + COLS - 1) // COLS
+    token = (turn // pieces).to(tl.int64)
+    col = turn % pieces * COLS + tl.arange(0, COLS)
+    return token, col, (col < H) & (token < n)
+
+
+@triton.jit
+def _read_near(
+    turn, n, rows, index, pair_to_row, my_rank, num_experts, max_tokens, H: tl.constexpr, K: tl.constexpr,
+    FROM_SLOTS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Where the results of a turn are, and those of own experts."""
+    token, col, inside = _piece_of(turn, n, H, COLS)
+    places = _slots_of(token, n, index, pair_to_row, my_rank, num_experts, max_tokens, K, FROM_SLOTS)
+    values = ()
+    if not FROM_SLOTS:
+        for k in tl.static_range(K):
+            row = places[k]
+            near = tl.load(rows + tl.maximum(row, 0).to(tl.int64) * H + col, mask=inside & (row >= 0), other=0.0)
+            values = values + (near,)
+    return places, values
+
+
+@triton.jit
+def _read_far(
+    turn, n, slots, near, max_tokens, H: tl.constexpr, K: tl.constexpr, FROM_SLOTS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """All results of a turn."""
+    token, col, inside = _piece_of(turn, n, H, COLS)
+    places, values = near
+    out = ()
+    for k in tl.static_range(K):
+        far = slots + (k * max_tokens.to(tl.int64) + token) * H + col
+        mask = inside & (places[k] == ELSEWHERE)
+        if FROM_SLOTS:
+            out = out + (tl.load(far, mask=mask, other=0.0),)
+        else:
+            out = out + (tl.load(far, mask=mask, other=values[k]),)
+    return out
+
+
+@triton.jit
+def _write_sum(turn, n, values, out, out_stride, H: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr):
+    """fp32 sums in ascending order of slots."""
+    token, col, inside = _piece_of(turn, n, H, COLS)
+    total = tl.zeros([COLS], tl.float32)
+    for k in tl.static_range(K):
+        total += values[k].to(tl.float32)
+    tl.store(out + token * out_stride + col, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _take_weights(slot_weights, out, index, first, end, num_experts, K: tl.constexpr, BLOCK: tl.constexpr):
     for start in range(first * K, end * K, BLOCK):
         pair = start + tl.arange(0, BLOCK)
@@ -165,52 +224,90 @@ def _take_weights(slot_weights, out, index, first, end, num_experts, K: tl.const
 def combine_kernel(
     rows, words, row_weights, index, n, flags, deltas, slots, slot_words, slot_weights, state, error, budget_ns,
     my_rank, num_experts, max_tokens, pair_to_row, sizes, out, out_stride, out_weights, pushers, R: tl.constexpr,
-    LANES: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, H: tl.constexpr, WORDS: tl.constexpr, MOVE: tl.constexpr,
+    LANES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, WORDS: tl.constexpr, MOVE: tl.constexpr,
     WEIGHTS: tl.constexpr, FROM_SLOTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
-    SUM_TOKENS: tl.constexpr, SUM_COLS: tl.constexpr,
+    SUM_TOKENS: tl.constexpr, SUM_COLS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Rows (MOVE) and one number of each (WEIGHTS) back to their tokens; all programs must run at once.
 
-    The first ``pushers`` programs write, the others begin to sum. FROM_SLOTS: the launch before has written all rows
-    into their slots; the dispatch that it is part of ends here too, and programs need not run at once.
+    The first ``pushers`` programs write, the others begin to sum. STEPS: in which results are announced; with one, all
+    programs write. AHEAD: so many turns of a program's sums read own rows before others' have come, and their slots
+    together; with one step only. FROM_SLOTS: the launch before has written all rows into their slots; the dispatch that
+    it is part of ends here too, and programs need not run at once.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     everyone = begin(deltas, R, LANES)
     epoch = epochs_ended(state + COMBINES) + 1
+    dispatches = epochs_ended(state + DISPATCHES)
+    PUSHED: tl.constexpr = MOVE and R > 1
+    PIECES: tl.constexpr = (WORDS + COLS - 1) // COLS
     if FROM_SLOTS:
         if pid == 0:
             publish(flags, everyone, SCATTERED, _announced(epoch, 0, 1), my_rank, LANES)
     else:
+        most = _most_tokens(sizes, R)
+        if PUSHED:
+            # What is written next has come by then, and which rows are after that is known.
+            units = tl.where(pid < pushers, most * (PIECES * (R - 1)), 0)
+            source, token, piece, rows_0 = _unit(pair_to_row, sizes, pid, units, my_rank, max_tokens, R, K, PIECES)
+            source_1, token_1, piece_1, rows_1 = _unit(
+                pair_to_row, sizes, pid + pushers, units, my_rank, max_tokens, R, K, PIECES
+            )
+            values = _read_unit(words, piece, rows_0, WORDS, K, COLS)
         # Everyone has summed what lies there from the combine before.
         wait_until_ended(
             COMBINES_SEEN, REDUCED, epoch - 1, 0, flags, everyone, state, error, budget_ns, my_rank, R, LANES
         )
     if (not FROM_SLOTS) and pid < pushers:
-        most = _most_tokens(sizes, R)
         first = most * 0
+        unit = pid
         for step in range(STEPS):
             end = _end_of(step, most, STEPS)
-            if MOVE and R > 1:
-                _push(
-                    words, slot_words, deltas, pair_to_row, sizes, first, end, pushers, my_rank, max_tokens, R, K, KP,
-                    WORDS, COLS,
-                )  # fmt: skip
+            if PUSHED:
+                while unit < end * (PIECES * (R - 1)):
+                    source_2, token_2, piece_2, rows_2 = _unit(
+                        pair_to_row, sizes, unit + 2 * pushers, units, my_rank, max_tokens, R, K, PIECES
+                    )
+                    values_1 = _read_unit(words, piece_1, rows_1, WORDS, K, COLS)
+                    _write_unit(values, slot_words, deltas, source, token, piece, rows_0, max_tokens, WORDS, K, COLS)
+                    source, token, piece, rows_0, values = source_1, token_1, piece_1, rows_1, values_1
+                    source_1, token_1, piece_1, rows_1 = source_2, token_2, piece_2, rows_2
+                    unit += pushers
             if WEIGHTS:
                 _push_weights(
                     row_weights, slot_weights, deltas, pair_to_row, sizes, first, end, pushers, max_tokens, R, K, BLOCK
                 )
-            if is_last(state + SCATTERED_TICKETS + step, pushers):
+            if STEPS == 1:
+                arrive(flags, everyone, SCATTERED, SCATTERED_STEPS, pushers, my_rank, R, LANES)
+            elif is_last(state + SCATTERED_TICKETS + step, pushers):
                 publish(flags, everyone, SCATTERED, _announced(epoch, step, STEPS), my_rank, LANES)
             first = end
 
     if FROM_SLOTS or STEPS == 1:
-        wait_all(flags, SCATTERED, _announced(epoch, 0, 1), error, budget_ns, R, LANES)
         pieces: tl.constexpr = (H + SUM_COLS - 1) // SUM_COLS
+        near = ()
         if MOVE:
-            for turn in range(pid, tl.cdiv(n, SUM_TOKENS) * pieces, programs):
+            # Where results are, and those of own experts, while others come.
+            for turn in tl.static_range(AHEAD):
+                near = near + (
+                    _read_near(
+                        pid + turn * programs, n, rows, index, pair_to_row, my_rank, num_experts, max_tokens, H, K,
+                        FROM_SLOTS, SUM_COLS,
+                    ),
+                )  # fmt: skip
+        wait_all(flags, SCATTERED, _announced(epoch, 0, 1), error, budget_ns, R, LANES)
+        if MOVE:
+            values = ()
+            for turn in tl.static_range(AHEAD):
+                values = values + (
+                    _read_far(pid + turn * programs, n, slots, near[turn], max_tokens, H, K, FROM_SLOTS, SUM_COLS),
+                )
+            for turn in tl.static_range(AHEAD):
+                _write_sum(pid + turn * programs, n, values[turn], out, out_stride, H, K, SUM_COLS)
+            for turn in range(pid + AHEAD * programs, n * pieces, programs):
                 _sum(
-                    turn // pieces * SUM_TOKENS, n, rows, slots, out, out_stride, index, pair_to_row, turn % pieces,
-                    my_rank, num_experts, max_tokens, H, K, FROM_SLOTS, SUM_TOKENS, SUM_COLS,
+                    turn // pieces, n, rows, slots, out, out_stride, index, pair_to_row, turn % pieces,
+                    my_rank, num_experts, max_tokens, H, K, FROM_SLOTS, 1, SUM_COLS,
                 )  # fmt: skip
         if WEIGHTS:
             share = tl.cdiv(n, programs)
@@ -245,7 +342,7 @@ def combine_kernel(
 
     if pid == programs - 1:
         # Those before the combine that all have come to; a mega-kernel's own dispatch has ended with it.
-        tl.store(state + DISPATCHES_SEEN, epochs_ended(state + DISPATCHES) + (1 if FROM_SLOTS else 0))
+        tl.store(state + DISPATCHES_SEEN, dispatches + (1 if FROM_SLOTS else 0))
     if FROM_SLOTS:
         end_program(state + DISPATCHES)
     end_program(state + COMBINES)

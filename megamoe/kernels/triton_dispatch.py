@@ -28,12 +28,11 @@ from megamoe.kernels.triton_flags import (
     LINE_WORDS,
     PULLED,
     READY,
-    STAGED_TICKET,
+    arrive,
     begin,
     count_of,
     end_program,
     epochs_ended,
-    is_last,
     peer,
     publish,
     report,
@@ -41,7 +40,18 @@ from megamoe.kernels.triton_flags import (
     wait_all,
     wait_until_ended,
 )
-from megamoe.kernels.triton_quant import magnitude_bits, scale_of
+from megamoe.kernels.triton_rows import (
+    is_needed,
+    load_piece,
+    load_token,
+    pull,
+    read_scales,
+    read_words,
+    rows_of,
+    write_piece,
+    write_scales,
+    write_words,
+)
 
 ALIGN = tl.constexpr(128)  # rows: every expert starts at a multiple
 TOKEN_BITS = tl.constexpr(flag_words.TOKEN_BITS)
@@ -58,45 +68,26 @@ COUNTED_BEFORE = tl.constexpr(2)  # ``count_kernel`` has
 
 
 @triton.jit
-def _stage_rows(
-    x, x_stride, n, rows, scales, min_amax, H: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
-    GROUPS: tl.constexpr,
-):  # fmt: skip
-    """My tokens, in the dtype in which they travel."""
-    num_groups: tl.constexpr = (H + 127) // 128
-    for t in range(tl.program_id(0), n, tl.num_programs(0)):
-        start = t.to(tl.int64)
-        for first in tl.static_range(0, num_groups, GROUPS):
-            group = first + tl.arange(0, GROUPS)
-            col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-            value = tl.load(x + start * x_stride + col, mask=col < H, other=0.0)
-            if FP8:
-                value = value.to(tl.float32)
-                scale = scale_of(tl.max(magnitude_bits(value), axis=1), min_amax, LARGEST, False)
-                code = (value * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv)
-                tl.store(rows + start * H + col, code, mask=col < H)
-                tl.store(scales + start * num_groups + group, scale, mask=group < num_groups)
-            else:
-                tl.store(rows + start * H + col, value.to(rows.dtype.element_ty), mask=col < H)
+def _load_lists(index, weights, n, block, num_experts, K: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of my routing; ids that name no expert become -1."""
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(index + pair, mask=pair < n * K, other=-1)
+    expert = tl.where((expert >= 0) & (expert < num_experts), expert, -1).to(tl.int32)
+    return expert, tl.load(weights + pair, mask=pair < n * K, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _stage_lists(
-    index, weights, n, list_index, list_weights, deltas, my_rank, num_experts, max_tokens, R: tl.constexpr,
-    K: tl.constexpr, BLOCK: tl.constexpr,
+def _write_lists(
+    expert, weight, n, block, list_index, list_weights, deltas, my_rank, max_tokens, R: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """My routing into every rank's lists; ids that name no expert become -1."""
+    """A block of my routing into every rank's lists."""
     first = my_rank.to(tl.int64) * max_tokens * K
-    for start in range(tl.program_id(0) * BLOCK, n * K, tl.num_programs(0) * BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        mask = pair < n * K
-        expert = tl.load(index + pair, mask=mask, other=-1)
-        expert = tl.where((expert >= 0) & (expert < num_experts), expert, -1).to(tl.int32)
-        weight = tl.load(weights + pair, mask=mask, other=0.0).to(tl.float32)
-        for r in range(R):
-            delta = tl.load(deltas + r)
-            tl.store(peer(list_index, delta, 4) + first + pair, expert, mask=mask)
-            tl.store(peer(list_weights, delta, 4) + first + pair, weight, mask=mask)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    for r in range(R):
+        delta = tl.load(deltas + r)
+        tl.store(peer(list_index, delta, 4) + first + pair, expert, mask=pair < n * K)
+        tl.store(peer(list_weights, delta, 4) + first + pair, weight, mask=pair < n * K)
 
 
 @triton.jit
@@ -106,16 +97,36 @@ def _stage(
     LARGEST: tl.constexpr, ROWS: tl.constexpr, LISTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     flags, deltas, list_index, list_weights, rows, scales = memory
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    num_groups: tl.constexpr = (H + 127) // 128
+    # A token in few registers is read at once, and before what is written next is free.
+    AHEAD: tl.constexpr = ROWS and num_groups <= 4 * GROUPS
+    BLOCK: tl.constexpr = GROUPS * 128
+    if AHEAD:
+        token = load_token(x, x_stride, pid, n, H, GROUPS)
+    if LISTS:
+        expert, weight = _load_lists(index, weights, n, pid, num_experts, K, BLOCK)
     # Everyone has read what lies there from the dispatch before.
     wait_until_ended(
         DISPATCHES_SEEN, PULLED, epoch - 1, teller, flags, everyone, state, error, budget_ns, my_rank, R, LANES
     )
     if LISTS:
-        _stage_lists(
-            index, weights, n, list_index, list_weights, deltas, my_rank, num_experts, max_tokens, R, K, GROUPS * 128
-        )
-    if ROWS:
-        _stage_rows(x, x_stride, n, rows, scales, min_amax, H, FP8, LARGEST, GROUPS)
+        # Programs without a block write nothing.
+        _write_lists(expert, weight, n, pid, list_index, list_weights, deltas, my_rank, max_tokens, R, K, BLOCK)
+        for block in range(pid + programs, tl.cdiv(n * K, BLOCK), programs):
+            expert, weight = _load_lists(index, weights, n, block, num_experts, K, BLOCK)
+            _write_lists(expert, weight, n, block, list_index, list_weights, deltas, my_rank, max_tokens, R, K, BLOCK)
+    if AHEAD:
+        for t in range(pid, n, programs):
+            if t != pid:
+                token = load_token(x, x_stride, t, n, H, GROUPS)
+            for i in tl.static_range((num_groups + GROUPS - 1) // GROUPS):
+                write_piece(token[i], t, i * GROUPS, rows, scales, min_amax, H, FP8, LARGEST, GROUPS)
+    elif ROWS:
+        for t in range(pid, n, programs):
+            for first in tl.static_range(0, num_groups, GROUPS):
+                value = load_piece(x, x_stride, t, first, n, H, GROUPS)
+                write_piece(value, t, first, rows, scales, min_amax, H, FP8, LARGEST, GROUPS)
 
 
 @triton.jit
@@ -133,9 +144,9 @@ def stage_and_meet(
     flags, deltas, list_index, list_weights, rows, scales = memory
     stagers = tl.minimum(tl.maximum(n, 1), tl.num_programs(0))
     if tl.program_id(0) < stagers:
-        if is_last(state + STAGED_TICKET, stagers):
+        if tl.program_id(0) == 0:
             tell_count(flags, everyone, n, my_rank, LANES)
-            publish(flags, everyone, READY, epoch, my_rank, LANES)
+        arrive(flags, everyone, READY, 1, stagers, my_rank, R, LANES)
     wait_all(flags, READY, epoch, error, budget_ns, R, LANES)
 
 
@@ -215,35 +226,59 @@ def count_all(
     LOCAL: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of each local expert: all, and those of tokens before token ``first`` of rank ``source``."""
-    before = tl.zeros([BINS], tl.int32)
-    total = tl.zeros([BINS], tl.int32)
-    # Places in the lists, in the order of rows; a single look covers several ranks' lists.
+    look = look_at_pairs(flags, list_index, 0, my_rank, max_tokens, R, K, KP, LOCAL, BLOCK)
+    return count_from(look, flags, list_index, source, first, my_rank, max_tokens, R, K, KP, LOCAL, BINS, BLOCK)
+
+
+@triton.jit
+def look_at_pairs(
+    flags, list_index, start, my_rank, max_tokens, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    LOCAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(local expert or what is none, whether its token is there) of a block of pairs, in the order of rows."""
+    # A single look covers several ranks' lists.
+    pair = start + tl.arange(0, BLOCK)
+    place, slot = pair // KP, pair % KP
+    rank, token = place // max_tokens, place % max_tokens
+    inside = (rank < R) & (slot < K)
+    count = tl.load(flags + COUNT * KIND_WORDS + rank * LINE_WORDS, mask=inside, other=0)
+    expert = tl.load(list_index + place * K + slot, mask=inside, other=-1) - my_rank * LOCAL
+    return expert, token < count
+
+
+@triton.jit
+def count_from(
+    look, flags, list_index, source, first, my_rank, max_tokens, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    LOCAL: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As ``count_all``, with a look at the first block."""
+    both = tl.zeros([2 * BINS], tl.int32)
+    end = source * max_tokens + first
     for start in range(0, R * max_tokens * KP, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        place, slot = pair // KP, pair % KP
-        rank, token = place // max_tokens, place % max_tokens
-        inside = (rank < R) & (slot < K)
-        count = tl.load(flags + COUNT * KIND_WORDS + rank * LINE_WORDS, mask=inside, other=0)
-        expert = tl.load(list_index + place * K + slot, mask=inside, other=-1) - my_rank * LOCAL
-        mine = (token < count) & (expert >= 0) & (expert < LOCAL)
-        expert = tl.where(mine, expert, 0)
-        total += tl.histogram(expert, BINS, mask=mine)
-        before += tl.histogram(expert, BINS, mask=mine & (place < source * max_tokens + first))
-    return total, before
+        expert, there = look
+        place = (start + tl.arange(0, BLOCK)) // KP
+        mine = there & (expert >= 0) & (expert < LOCAL)
+        # One histogram of two halves.
+        both += tl.histogram(tl.where(mine, expert, 0) + tl.where(place < end, 0, BINS), 2 * BINS, mask=mine)
+        look = look_at_pairs(flags, list_index, start + BLOCK, my_rank, max_tokens, R, K, KP, LOCAL, BLOCK)
+    both = tl.reshape(both, [2, BINS])
+    before = tl.sum(tl.where(tl.arange(0, 2)[:, None] == 0, both, 0), 0)
+    return tl.sum(both, 0), before
 
 
 @triton.jit
 def sum_histograms(histograms, num_chunks, chunk, BINS: tl.constexpr, AT_ONCE: tl.constexpr):
     """Rows of each local expert: all, and those of the chunks before ``chunk``."""
-    before = tl.zeros([BINS], tl.int32)
-    total = tl.zeros([BINS], tl.int32)
+    # Summed up over rows at the end, so that nothing but loads is in the loop.
+    before = tl.zeros([AT_ONCE, BINS], tl.int32)
+    total = tl.zeros([AT_ONCE, BINS], tl.int32)
     bins = tl.arange(0, BINS)
     for start in range(0, num_chunks, AT_ONCE):
         row = start + tl.arange(0, AT_ONCE)
         count = tl.load(histograms + row[:, None] * BINS + bins[None, :], mask=(row < num_chunks)[:, None], other=0)
-        total += tl.sum(count, 0)
-        before += tl.sum(tl.where((row < chunk)[:, None], count, 0), 0)
-    return total, before
+        total += count
+        before += tl.where((row < chunk)[:, None], count, 0)
+    return tl.sum(total, 0), tl.sum(before, 0)
 
 
 @triton.jit
@@ -265,6 +300,10 @@ def assign_rows(
         expert, mine, named, place = _local_experts(
             list_index, source, token, slot, mask, my_rank, max_tokens, K, LOCAL
         )
+        # Beside the look at the experts, where registers are left.
+        EARLY: tl.constexpr = SUB <= 128
+        if EARLY:
+            weight = tl.load(list_weights + place, mask=mask)
         hit = ((expert[:, None] == bins[None, :]) & mine[:, None]).to(tl.int32)
         row = tl.sum(hit * (tl.cumsum(hit, 0) - 1 + next_row[None, :]), 1)
         next_row += tl.sum(hit, 0)
@@ -275,7 +314,9 @@ def assign_rows(
             tl.store(row_target + row, delta + (slot * max_tokens.to(tl.int64) + token) * UNITS, mask=mine)
         else:
             tl.store(pair_to_row + place, tl.where(mine, row, tl.where(elsewhere, ELSEWHERE, NOWHERE)), mask=mask)
-        tl.store(row_weights + row, tl.load(list_weights + place, mask=mine), mask=mine)
+        if not EARLY:
+            weight = tl.load(list_weights + place, mask=mine)
+        tl.store(row_weights + row, weight, mask=mine)
 
 
 @triton.jit
@@ -305,45 +346,6 @@ def write_layout(
 
 
 # ---------------------------------------------------------------- dispatch
-
-
-@triton.jit
-def _pull(
-    words, scales, delta, table, out_words, out_scales, scale_stride, first, end, WORDS: tl.constexpr,
-    SCALES: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_COLS: tl.constexpr,
-):  # fmt: skip
-    """Tokens ``first`` to ``end`` of the rank at ``delta``, each read once if a row here needs it."""
-    # Stores do not wait for another look at the table then; more tokens' rows would not fit into registers.
-    KEEP: tl.constexpr = ROWS <= 2
-    for start in range(first, end, ROWS):
-        token = start + tl.arange(0, ROWS)
-        mask = token < end
-        token64 = token.to(tl.int64)
-        last = tl.full([ROWS], -1, tl.int32)
-        rows = ()
-        for k in tl.static_range(K):
-            row = tl.load(table + token64 * K + k, mask=mask, other=-1)
-            last = tl.maximum(last, row)
-            rows = rows + (row,)
-        needed = last >= 0
-        source = peer(words, delta, 4) + token64 * WORDS
-        for c in range(0, WORDS, COLS):
-            col = c + tl.arange(0, COLS)
-            inside = (col < WORDS)[None, :]
-            value = tl.load(source[:, None] + col[None, :], mask=needed[:, None] & inside)
-            for k in tl.static_range(K):
-                row = rows[k] if KEEP else tl.load(table + token64 * K + k, mask=mask, other=-1)
-                place = row.to(tl.int64)[:, None] * WORDS + col[None, :]
-                tl.store(out_words + place, value, mask=(row >= 0)[:, None] & inside)
-        if SCALES > 0:
-            group = tl.arange(0, SCALE_COLS)
-            inside = (group < SCALES)[None, :]
-            source = peer(scales, delta, 4) + token64 * SCALES
-            value = tl.load(source[:, None] + group[None, :], mask=needed[:, None] & inside)
-            for k in tl.static_range(K):
-                row = rows[k] if KEEP else tl.load(table + token64 * K + k, mask=mask, other=-1)
-                place = group.to(tl.int64)[None, :] * scale_stride + row[:, None]
-                tl.store(out_scales + place, value, mask=(row >= 0)[:, None] & inside)
 
 
 @triton.jit
@@ -385,16 +387,18 @@ def dispatch_kernel(
     KP: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr, H: tl.constexpr, WORDS: tl.constexpr,
     SCALES: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, STAGE: tl.constexpr, TABLE: tl.constexpr,
     MOVE: tl.constexpr, PADDING: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_COLS: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_COLS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The rows of this rank's experts into ``out_words`` (and ``out_scales``, transposed).
 
     STAGE: inputs are staged here too; all programs must then run at once, since they wait for each other. TABLE: where
-    the table of rows comes from. MOVE: rows are read; otherwise only the table is made. PADDING: it is zeroed.
+    the table of rows comes from. MOVE: rows are read; otherwise only the table is made. AHEAD: a chunk's rows are read
+    at once, before it is known where they go. PADDING: it is zeroed.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     everyone = begin(deltas, R, LANES)
     epoch = epochs_ended(state + DISPATCHES) + 1
+    combines = epochs_ended(state + COMBINES)
     if STAGE:
         memory = (flags, deltas, list_index, list_weights, rows, scales)
         stage_and_meet(
@@ -414,19 +418,31 @@ def dispatch_kernel(
     for turn in range(pid, tl.maximum(num_chunks, pid + 1), programs):
         source = (my_rank + 1 + turn % R) % R
         first = turn // R * CHUNK
-        if TABLE == REUSED:
+        if AHEAD:
+            # The tokens come while rows are counted.
+            token = first + tl.arange(0, ROWS)
+            delta = tl.load(deltas + source)
+            needed = is_needed(list_index, source, token, my_rank, max_tokens, K, LOCAL)
+            look = look_at_pairs(flags, list_index, 0, my_rank, max_tokens, R, K, KP, LOCAL, BLOCK)
+            end = tl.minimum(first + CHUNK, count_of(flags, source, max_tokens))
+            needed = needed & (token < end)
+            values = read_words(words, delta, token, needed, 0, WORDS, COLS)
+            if SCALES > 0:
+                row_scales = read_scales(scales, delta, token, needed, SCALES, SCALE_COLS)
+            total, before = count_from(
+                look, flags, list_index, source, first, my_rank, max_tokens, R, K, KP, LOCAL, BINS, BLOCK
+            )
+        elif TABLE == REUSED:
             end = tl.minimum(first + CHUNK, tl.load(sizes + 1 + source))
         else:
             end = tl.minimum(first + CHUNK, count_of(flags, source, max_tokens))
-        if TABLE != REUSED:
             if TABLE == COUNTED_HERE:
                 total, before = count_all(
                     flags, list_index, source, first, my_rank, max_tokens, R, K, KP, LOCAL, BINS, BLOCK
                 )
             else:
                 total, before = sum_histograms(histograms, num_chunks, source * per_rank + turn // R, BINS, 64)
-            if turn == 0:
-                write_layout(total, capacity, counts, starts, sizes, flags, max_tokens, error, R, LANES, LOCAL, BINS)
+        if TABLE != REUSED:
             first_row, _, _ = lay_out(total, capacity)
             assign_rows(
                 list_index, list_weights, pair_to_row, row_weights, first_row + before, source, first, end, capacity,
@@ -434,11 +450,24 @@ def dispatch_kernel(
             )  # fmt: skip
             # Other threads of this program read the table next.
             tl.debug_barrier()
-        if MOVE:
-            _pull(
-                words, scales, tl.load(deltas + source), pair_to_row + source.to(tl.int64) * max_tokens * K, out_words,
-                out_scales, scale_stride, first, end, WORDS, SCALES, K, ROWS, COLS, SCALE_COLS,
+        table = pair_to_row + source.to(tl.int64) * max_tokens * K
+        if AHEAD:
+            mask = token < end
+            rows_here, _ = rows_of(table, token, mask, K)
+            KEEP: tl.constexpr = ROWS * COLS <= 4096
+            write_words(values, rows_here, table, token, mask, out_words, 0, WORDS, K, COLS, KEEP)
+            if SCALES > 0:
+                write_scales(
+                    row_scales, rows_here, table, token, mask, out_scales, scale_stride, SCALES, K, SCALE_COLS, KEEP
+                )
+        elif MOVE:
+            pull(
+                words, scales, tl.load(deltas + source), table, out_words, out_scales, scale_stride, first, end, WORDS,
+                SCALES, K, ROWS, COLS, SCALE_COLS,
             )  # fmt: skip
+        if TABLE != REUSED:
+            if turn == 0:
+                write_layout(total, capacity, counts, starts, sizes, flags, max_tokens, error, R, LANES, LOCAL, BINS)
     if PADDING:
         if TABLE == REUSED:
             bins = tl.arange(0, BINS)
@@ -449,5 +478,5 @@ def dispatch_kernel(
         )  # fmt: skip
     if pid == 0:
         # Those that are READY.
-        tl.store(state + COMBINES_SEEN, epochs_ended(state + COMBINES))
+        tl.store(state + COMBINES_SEEN, combines)
     end_program(state + DISPATCHES)

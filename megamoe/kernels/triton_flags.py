@@ -1,13 +1,16 @@
 """Flags between ranks, in Triton: epochs that only grow, one writer each, in symmetric memory.
 
 A movement of rows is numbered by an epoch, counted on the device so that CUDA graphs replay. A flag holds the epoch
-that its writer has reached; a reader waits for "at least". So no flag is ever cleared, and late readers are no hazard.
+that its writer has reached, times 1 << EPOCH_BITS; a reader waits for "at least". So no flag is ever cleared, and late
+readers are no hazard. One program raises a flag (``publish``), or several add a share each (``arrive``): only all
+shares make an epoch. Where programs may be an epoch apart, as in the steps of a combine, one's next share would pass
+for another's: there the last one to come, by a ticket, raises the flag for all.
 
 A rank that has raised a flag has ended all launches before that one. So what a dispatch leaves to be read may be
 written anew after a combine without further ado, and the other way round; two of a kind in a row need a flag for that.
 
-Memory order: writers' threads meet at a barrier, then one warp stores with release at system scope; readers load with
-acquire at system scope and meet at a barrier. Needs triton: import it on GPUs only.
+Memory order: writers' threads meet at a barrier, then one warp stores or adds with release at system scope; the first
+warp of a reader polls with acquire at system scope, and all meet at a barrier. Needs triton: import it on GPUs only.
 
 Waits end after ``budget_ns``: the error word then says which wait it was, for whom, and what it saw. A kernel whose
 wait has failed goes on, within bounds, over whatever it finds; later waits see the error word and return at once.
@@ -32,7 +35,6 @@ DISPATCHES = tl.constexpr(flag_words.DISPATCHES)
 COMBINES = tl.constexpr(flag_words.COMBINES)
 BARRIERS = tl.constexpr(flag_words.BARRIERS)
 EPOCH_BITS = tl.constexpr(flag_words.EPOCH_BITS)
-STAGED_TICKET = tl.constexpr(flag_words.STAGED_TICKET)
 SUMMED_TICKET = tl.constexpr(flag_words.SUMMED_TICKET)
 DISPATCHES_SEEN = tl.constexpr(flag_words.DISPATCHES_SEEN)
 COMBINES_SEEN = tl.constexpr(flag_words.COMBINES_SEEN)
@@ -44,8 +46,15 @@ CAPACITY = tl.constexpr(flag_words.CAPACITY)
 
 @triton.jit
 def _load_acquire(pointers):
+    """By the first warp; the others see what ends every wait: fewer look at the flags, and empty the SM's L1."""
     return tl.inline_asm_elementwise(
-        "ld.acquire.sys.global.b64 $0, [$1];", "=l,l,~{memory}", [pointers], dtype=tl.int64, is_pure=False, pack=1
+        """{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, 32; mov.b64 $0, 9223372036854775807;
+        @p ld.acquire.sys.global.b64 $0, [$1]; }""",
+        "=&l,l,~{memory}",
+        [pointers],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -120,6 +129,7 @@ def _load_relaxed(pointer):
 def wait_all(flags, KIND: tl.constexpr, epoch, error, budget_ns, RANKS: tl.constexpr, LANES: tl.constexpr):
     """Wait until every rank's flag has reached ``epoch``; what they wrote before may be read afterwards."""
     rank = _ranks(RANKS, LANES)
+    epoch = epoch.to(tl.int64) << EPOCH_BITS
     pointers = flags + KIND * KIND_WORDS + rank * LINE_WORDS
     seen = _load_acquire(pointers)
     # The lanes of a warp never part: they shuffle in here.
@@ -137,7 +147,8 @@ def wait_all(flags, KIND: tl.constexpr, epoch, error, budget_ns, RANKS: tl.const
             late = tl.min(tl.where(seen < epoch, rank, RANKS), 0)
             at_most = tl.min(tl.where(rank == late, seen, epoch), 0)
             STEPS: tl.constexpr = SCATTERED_STEPS if KIND == SCATTERED else 1
-            report(error, KIND + 1, late, (epoch + (STEPS - 1)) // STEPS, at_most // STEPS)
+            awaited, seen_of_late = epoch >> EPOCH_BITS, at_most >> EPOCH_BITS
+            report(error, KIND + 1, late, (awaited + (STEPS - 1)) // STEPS, seen_of_late // STEPS)
     # The acquire of one thread becomes that of all; and all go on together, whatever each has seen.
     tl.debug_barrier()
 
@@ -158,11 +169,27 @@ def publish(flags, everyone, KIND: tl.constexpr, epoch, my_rank, LANES: tl.const
         """{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, 32;
         @p st.release.sys.global.b64 [$1], $2; mov.u32 $0, 0; }""",
         "=r,l,l,~{memory}",
-        [pointers, tl.zeros([LANES], tl.int64) + epoch],
+        [pointers, tl.zeros([LANES], tl.int64) + (epoch.to(tl.int64) << EPOCH_BITS)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def arrive(
+    flags, everyone, KIND: tl.constexpr, epochs, participants, my_rank, R: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Raise my flag at every rank by ``epochs`` once the ``participants``, the launch's first programs, have come here.
+
+    Each adds its share, the first program what the others leave of it. As for ``publish`` what their threads did before
+    is then visible. None may come here again before all have.
+    """
+    tl.debug_barrier()
+    share = tl.where(tl.program_id(0) == 0, (epochs << EPOCH_BITS) - (participants - 1), 1).to(tl.int64)
+    pointers = peer(flags, everyone, 8) + (KIND * KIND_WORDS + my_rank * LINE_WORDS)
+    shares = tl.zeros([LANES], tl.int64) + share
+    tl.atomic_add(pointers, shares, mask=tl.arange(0, LANES) < R, sem="release", scope="sys")
 
 
 @triton.jit

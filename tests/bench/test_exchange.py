@@ -36,8 +36,8 @@ def test_needs_several_processes(monkeypatch):
 class _Peer:
     """Has the results of one rank, but for a planted fault."""
 
-    def __init__(self, local: LocalExchange, fault: str):
-        self._local, self._fault = local, fault
+    def __init__(self, local: LocalExchange, capacity: int, fault: str):
+        self._local, self.capacity, self._fault = local, capacity, fault
         self.buffer = SimpleNamespace(check=lambda: None)
 
     def dispatch_once(self, x, routing, dtype):
@@ -54,18 +54,67 @@ class _Peer:
         out = self._local.return_rows(rows, handle, dtype)
         return out + 1 if self._fault == "sum" else out
 
+    def barrier(self):
+        pass
+
+
+class _LocalProblem(exchange._Problem):
+    """Of one rank, on the CPU."""
+
+    def __init__(self, case: ExchangeCase, group=None, allocator: str = "torch", fault: str = ""):
+        self.case, self.device, self.payload = case, torch.device("cpu"), 1
+        self.collective = LocalExchange(case.experts)
+        self.x = torch.randn(case.tokens, case.hidden).bfloat16()
+        self.routing = Routing(
+            torch.tensor([[0, 1], [1, 2], [3, 0], [0, 2], [1, 0], [2, 3]])[: case.tokens], torch.rand(case.tokens, 2)
+        )
+        self.buffer = SimpleNamespace(check=lambda: None, close=lambda: None)
+        self.fault = fault
+
+    def peer(self, num_sms):
+        return _Peer(self.collective, self.collective.plan(self.routing).layout.num_rows, self.fault)
+
 
 @pytest.mark.parametrize(
     ("fault", "text"), [("", ""), ("layout", "layouts differ"), ("row", "rows .* differ"), ("sum", "the sums differ")]
 )
 def test_wrong_results_are_not_timed(fault, text, seed):
-    problem = object.__new__(exchange._Problem)
-    problem.case = ExchangeCase(6, 32, 4, 2)
-    problem.collective = LocalExchange(4)
-    problem.x = torch.randn(6, 32).bfloat16()
-    problem.routing = Routing(torch.tensor([[0, 1], [1, 2], [3, 0], [0, 2], [1, 0], [2, 3]]), torch.rand(6, 2))
+    problem = _LocalProblem(ExchangeCase(6, 32, 4, 2), fault=fault)
     if not fault:
-        problem.check(_Peer(problem.collective, fault))
+        problem.check(problem.peer(None))
         return
     with pytest.raises(RuntimeError, match=text):
-        problem.check(_Peer(problem.collective, fault))
+        problem.check(problem.peer(None))
+
+
+@pytest.mark.parametrize(
+    ("measure", "names"),
+    [
+        (
+            lambda case: exchange.measure_rates(case, "group", [32], "torch", 3),
+            ["dispatch fp8, 32 SMs", "dispatch bf16, 32 SMs", "combine bf16, 32 SMs"],
+        ),
+        (
+            lambda case: exchange.measure_latencies(case, "group", "torch", 3),
+            ["dispatch fp8 + combine bf16", "barrier"],
+        ),
+    ],
+    ids=["rates", "latencies"],
+)
+def test_gpus_begin_each_replay_together(measure, names, monkeypatch, seed):
+    timed = []
+
+    def interleaved(candidates, rounds, repeats, ready):
+        timed.append((list(candidates), rounds, repeats, ready))
+        for (call,) in candidates.values():
+            call()
+        return dict.fromkeys(candidates, 2.0)
+
+    monkeypatch.setattr(exchange, "_Problem", _LocalProblem)
+    monkeypatch.setattr(exchange, "interleaved", interleaved)
+    monkeypatch.setattr(exchange, "starter", lambda group, device: (group, device))
+    monkeypatch.setattr(exchange, "eager_microseconds", lambda call, rounds: 1.0)
+    monkeypatch.setattr(exchange, "_slowest", lambda times: times)
+    rows = measure(ExchangeCase(2, 32, 4, 2))
+    assert timed == [(names, 3, exchange.REPEATS, ("group", torch.device("cpu")))]
+    assert [row["us"] for row in rows if row["what"] in names] == [2.0] * len(names)

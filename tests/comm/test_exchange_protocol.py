@@ -26,6 +26,39 @@ def test_random_interleavings(ranks, movements, seed):
     explore_some(ranks, movements, 20, seed)
 
 
+def test_every_interleaving_of_programs_that_raise_flags_together():
+    assert explore_all(2, "F", programs=2) > 1000
+
+
+@pytest.mark.parametrize("movements", ["DFDF", "DDFF", "FFDDF"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_interleavings_of_programs(ranks, movements, seed):
+    for programs in (2, 3):
+        explore_some(ranks, movements, 10, seed, programs=programs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "movements"),
+    [
+        ("whole shares", "F"),
+        ("READY of one", "D"),
+        ("SCATTERED of one", "F"),
+        ("REDUCED", "FF"),
+        ("PULLED", "DD"),
+        ("", "C"),
+    ],
+)
+def test_shares_of_a_flag_must_be_all_there(wrong, movements):
+    """Also: where parts are announced one after another by shares, one program's next share is taken for another's."""
+    with pytest.raises(Violation, match="reads"):
+        explore_some(2, movements, 500, 0, frozenset({wrong}), programs=3)
+
+
+def test_shares_that_are_never_whole_are_a_deadlock():
+    with pytest.raises(Violation, match="no rank can go on"):
+        explore_some(2, "F", 1, 0, frozenset({"no rest"}), programs=2)
+
+
 @pytest.mark.parametrize(
     ("wrong", "movements"),
     [
@@ -75,7 +108,7 @@ def test_only_two_of_a_kind_in_a_row_wait_for_the_earlier(movements, told):
 def test_a_flag_that_nobody_raises_is_a_deadlock(monkeypatch):
     def forgetful(rank, ranks, movements, wrong=frozenset()):
         steps = steps_of(rank, ranks, movements, wrong)
-        return [step for step in steps if (step.kind, step.place) != ("write", ("READY", 0, 1))]
+        return [step for step in steps if (step.kind, step.place) != ("add", ("READY", 0, 1))]
 
     monkeypatch.setattr(exchange_model, "steps_of", forgetful)
     with pytest.raises(Violation, match="no rank can go on"):

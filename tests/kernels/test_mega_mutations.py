@@ -347,9 +347,9 @@ ROUTE_BUGS = [
     Bug(
         "lists are not waited for",
         HOLES,
-        "            publish(flags, everyone, READY, epoch, my_rank, LANES)\n"
+        "        arrive(flags, everyone, READY, 1, stagers, my_rank, R, LANES)\n"
         "    wait_all(flags, READY, epoch, error, budget_ns, R, LANES)\n",
-        "            publish(flags, everyone, READY, epoch, my_rank, LANES)\n",
+        "        arrive(flags, everyone, READY, 1, stagers, my_rank, R, LANES)\n",
     ),
     Bug("tokens overwritten while others read them", Mixed("DM"), ENDED, ""),
     Bug("more combines are seen than there were", Mixed("DMC"), SEE_COMBINES, SEE_COMBINES.replace("))", ") + 1)")),

@@ -8,8 +8,11 @@ pytest.importorskip("triton")
 pytest.importorskip("greenlet")
 
 import torch  # noqa: E402
+import triton  # noqa: E402
 
+from megamoe.config import MoEConfig  # noqa: E402
 from megamoe.kernels import flag_words, peer_rows  # noqa: E402
+from megamoe.plan import plan_memory  # noqa: E402
 from tests.support.exchange_sim import (  # noqa: E402
     Sizes,
     World,
@@ -122,8 +125,49 @@ def test_combines_with_and_without_steps(seed, monkeypatch):
 
 @pytest.mark.parametrize("sms", [4, 8, 16])
 @pytest.mark.parametrize("sizes", [Sizes(2, 8, 3, 6, 2064), Sizes(2, 8, 3, 6, 272, fp8=True)], ids=["bf16", "fp8"])
-def test_tiles_of_one_to_four_tokens(sizes, sms, seed):
+@pytest.mark.parametrize("early", [True, False])
+def test_tiles_of_one_to_four_tokens(sizes, sms, early, seed, monkeypatch):
+    """Read before their rows are known, and after."""
+    if not early:
+        monkeypatch.setattr(peer_rows, "EARLY_TOKENS", 0)
     exchange(sizes, "random", seed, ("random", "holes"), sms, "DC")
+
+
+def test_sums_of_few_tokens_and_of_more(seed, monkeypatch):
+    """Of several turns and several pieces of a row."""
+    for wide in (3, 4):
+        monkeypatch.setattr(peer_rows, "WIDE_TOKENS", wide)
+        exchange(Sizes(2, 3, 2, 4, 8208), "random", seed, ("random", "holes"), 1, "DC")
+
+
+def constants_of(tokens: int, dtype: torch.dtype, hidden: int = 7168) -> tuple[dict, dict]:
+    """Of the kernels of a dispatch and a combine of two ranks on 132 SMs."""
+    plan = plan_memory(MoEConfig(hidden, 128, 64, 8, precision="fp8"), 2, tokens)
+    views = {each.name: torch.empty(each.nbytes, dtype=torch.uint8, device="meta") for each in plan.regions}
+    memory = peer_rows.peer_memory(plan, views, 0, torch.empty(2, dtype=torch.int64, device="meta"), 1)
+    table = peer_rows.empty_table(memory, 32, plan.most_rows, torch.device("meta"))
+    x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta")
+    index = torch.empty(tokens, 8, dtype=torch.int64, device="meta")
+    rows = torch.empty(plan.most_rows, hidden, dtype=dtype, device="meta")
+    scales = torch.empty(hidden // 128, plan.most_rows, device="meta").t() if dtype == torch.float8_e4m3fn else None
+    common = dict(num_experts=64, num_sms=None, all_sms=132)
+    *_, dispatch = peer_rows.dispatch(
+        memory, x, (index, index.float()), table, rows, scales, num_tokens=tokens, zero_padding=False, **common
+    )
+    (combine,) = peer_rows.combine(memory, x.new_empty(rows.shape), None, index, table, x, None, **common)
+    return dispatch.arguments, combine.arguments
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_few_tokens_are_read_early_and_summed_in_small_pieces(dtype):
+    for tokens, early, columns, ahead in ((1, True, 2048, 2), (63, True, 2048, 2), (64, True, 4096, 1)):
+        dispatch, combine = constants_of(tokens, dtype)
+        assert dispatch["AHEAD"] is early and dispatch["ROWS"] == 1
+        assert (combine["STEPS"], combine["SUM_COLS"], combine["AHEAD"]) == (1, columns, ahead)
+    for tokens in (65, 128, 256, 1024):
+        dispatch, combine = constants_of(tokens, dtype)
+        assert dispatch["AHEAD"] is False
+        assert combine["AHEAD"] == 1 and combine["SUM_COLS"] == (4096 if tokens < 1024 else 8192)
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (8, 5), (9, 2), (33, 1), (17, 8)])
@@ -132,8 +176,16 @@ def test_sizes_around_tiles(tokens, top_k, launches, seed):
 
 
 def test_many_experts(launches, seed):
-    """More experts than 16, no power of two; and more entries than one look at the lists takes."""
+    """More experts than 16, no power of two."""
     exchange(Sizes(2, 70, 8, 70, 16), "random", seed, ("random",))
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(130, 8), (64, 17)])
+def test_more_pairs_than_one_look_at_the_lists_takes(tokens, top_k, seed):
+    """Of tokens that are read after the count of rows, and beside it."""
+    sizes = Sizes(2, tokens, top_k, 70, 16)
+    assert 2 * tokens * triton.next_power_of_2(top_k) > 2048
+    exchange(sizes, "random", seed, ("random",))
 
 
 def test_expert_of_many_rows(launches, seed):

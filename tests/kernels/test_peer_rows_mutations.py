@@ -9,7 +9,7 @@ pytest.importorskip("greenlet")
 
 import torch  # noqa: E402
 
-from megamoe.kernels import flag_words, triton_dispatch, triton_flags  # noqa: E402
+from megamoe.kernels import flag_words, triton_dispatch, triton_flags, triton_rows  # noqa: E402
 from tests.support.exchange_cases import (  # noqa: E402
     BF16,
     COMBINES,
@@ -61,23 +61,34 @@ def missing(module, policy: str, seed: int) -> None:
     assert later.nanoseconds < first.nanoseconds / 10
 
 
-SEE_COMBINES = "tl.store(state + COMBINES_SEEN, epochs_ended(state + COMBINES))"
+MORE_SMS = Calls(BF16, True, "DC", 4, [[3, 12]])
+
+# More pairs than one look takes: where tokens are read after it, and beside it.
+TWO_LOOKS = Calls(Sizes(2, 130, 8, 8, 16), True, "D", counts=[[130, 7]])
+EARLY_LOOKS = Calls(Sizes(2, 64, 17, 18, 16), True, "D", counts=[[64, 7]])
+
+SEE_COMBINES = "tl.store(state + COMBINES_SEEN, combines)"
 READY = (
     "        publish(flags, everyone, READY, epoch, my_rank, LANES)\n"
     "    wait_all(flags, READY, epoch, error, budget_ns, R, LANES)\n"
 )
-KEPT = "row = rows[k] if KEEP else tl.load(table + token64 * K + k, mask=mask, other=-1)\n                place = "
+ARRIVE = "        arrive(flags, everyone, READY, 1, stagers, my_rank, R, LANES)\n"
+COUNT = "        if tl.program_id(0) == 0:\n            tell_count(flags, everyone, n, my_rank, LANES)\n"
+LOOK = "look = look_at_pairs(flags, list_index, 0, my_rank, max_tokens, R, K, KP, LOCAL, BLOCK)\n"
+READ_AHEAD = "delta = tl.load(deltas + source)\n            needed"
+SCALES_AHEAD = ("row_scales = read_scales(scales, delta,", "row_scales = read_scales(scales, delta * 0,")
+KEPT = "row = rows[k] if KEEP else tl.load(table + token.to(tl.int64) * K + k, mask=mask, other=-1)\n        place = "
 
 DISPATCH_BUGS = [
     # flags
     Bug(
         "no barrier before a flag is raised",
-        ONE,
+        MANY,
         "    tl.debug_barrier()\n    pointers = peer(flags, everyone, 8) + (KIND",
         "    pointers = peer(flags, everyone, 8) + (KIND",
     ),
-    Bug("flag raised without release", ONE, "st.release.sys.global.b64", "st.relaxed.sys.global.b64"),
-    Bug("flag released to the own GPU only", ONE, "st.release.sys.global.b64", "st.release.gpu.global.b64"),
+    Bug("flag raised without release", MANY, "st.release.sys.global.b64", "st.relaxed.sys.global.b64"),
+    Bug("flag released to the own GPU only", MANY, "st.release.sys.global.b64", "st.release.gpu.global.b64"),
     Bug("flag read without acquire", ONE, "ld.acquire.sys.global.b64", "ld.relaxed.sys.global.b64"),
     Bug("flag acquired from the own GPU only", ONE, "ld.acquire.sys.global.b64", "ld.acquire.gpu.global.b64"),
     Bug(
@@ -89,9 +100,9 @@ DISPATCH_BUGS = [
     ),
     Bug(
         "flag of another rank",
-        ONE_FP8,
-        "(KIND * KIND_WORDS + my_rank * LINE_WORDS)",
-        "(KIND * KIND_WORDS + my_rank // 2 * LINE_WORDS)",
+        MANY_FP8,
+        "(KIND * KIND_WORDS + my_rank * LINE_WORDS)\n    tl.inline",
+        "(KIND * KIND_WORDS + my_rank // 2 * LINE_WORDS)\n    tl.inline",
     ),
     Bug(
         "count told to oneself only",
@@ -99,27 +110,31 @@ DISPATCH_BUGS = [
         "pointers = peer(flags, everyone, 8) + (COUNT",
         "pointers = peer(flags, everyone * 0, 8) + (COUNT",
     ),
-    Bug("programs do not wait for each other", ONE, "== participants - 1", "== 0"),
     Bug(
-        "ticket without order",
-        ONE,
-        'tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu")',
-        'tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")',
+        "one program that stages is not waited for", ONE, "READY, 1, stagers, my_rank", "READY, 1, stagers - 1, my_rank"
     ),
     Bug(
-        "ticket before the others of the program are done",
-        ONE,
-        "    tl.debug_barrier()\n    last =",
-        "    last =",
+        "programs that do not stage are waited for",
+        MORE_SMS,
+        "READY, 1, stagers, my",
+        "READY, 1, tl.num_programs(0), my",
     ),
-    Bug("one program that stages is not waited for", ONE, "== participants - 1", "== participants - 2"),
-    Bug("ticket is not given back", ONE, "        tl.store(ticket, 0)\n", "        pass\n"),
     Bug(
         "flags are raised at the first rank only",
         ONE,
         "minimum(tl.arange(0, LANES), RANKS - 1)",
         "arange(0, LANES) * 0",
     ),
+    Bug(
+        "warps that do not poll go on before the first",
+        ONE,
+        "    # The acquire of one thread becomes that of all; and all go on together, whatever each has seen.\n"
+        "    tl.debug_barrier()\n",
+        "",
+    ),
+    Bug("counts are told after the flag", ONE, COUNT + ARRIVE, ARRIVE + COUNT),
+    Bug("counts are told by nobody", ONE, COUNT, COUNT.replace("== 0", "< 0")),
+    Bug("two epochs at once", DISPATCHES, ARRIVE, ARRIVE.replace("READY, 1,", "READY, 2,")),
     Bug("no limit to a wait", missing, "& (waited <= budget)", "& (waited >= 0)"),
     Bug(
         "the wrong rank is blamed",
@@ -155,7 +170,10 @@ DISPATCH_BUGS = [
     Bug("more combines are seen than there were", COMBINES, SEE_COMBINES, SEE_COMBINES[:-1] + " + 1)"),
     Bug("combines that have ended are not seen", ONE, SEE_COMBINES, "pass"),
     Bug(
-        "dispatches are seen as combines", COMBINES, SEE_COMBINES, SEE_COMBINES.replace("+ COMBINES)", "+ DISPATCHES)")
+        "dispatches are seen as combines",
+        COMBINES,
+        "combines = epochs_ended(state + COMBINES)",
+        "combines = epochs_ended(state + DISPATCHES)",
     ),
     # inputs
     Bug(
@@ -173,8 +191,8 @@ DISPATCH_BUGS = [
     Bug(
         "staged rows are not waited for",
         ONE,
-        "    " + READY + "\n\n@triton.jit(do",
-        "    " + READY.partition("\n")[0] + "\n\n\n@triton.jit(do",
+        ARRIVE + READY.partition("\n")[2],
+        ARRIVE,
     ),
     Bug("stagers without tokens are waited for", Calls(BF16, True, "DC", 4, [[0, 12]]), "tl.maximum(n, 1)", "n"),
     Bug(
@@ -196,10 +214,34 @@ DISPATCH_BUGS = [
         "(expert >= 0) & (expert < num_experts), expert, 2)",
     ),
     Bug(
+        "later blocks of the lists are left out",
+        TWO_LOOKS,
+        "range(pid + programs, tl.cdiv(n * K, BLOCK), programs)",
+        "range(pid + programs, programs, programs)",
+    ),
+    Bug(
+        "every block of the lists is the first",
+        TWO_LOOKS,
+        "weight = _load_lists(index, weights, n, block, num",
+        "weight = _load_lists(index, weights, n, pid, num",
+    ),
+    Bug(
         "last columns of a row are not staged",
-        Calls(LONG_ROWS.sizes, False, "DC"),
-        "num_groups: tl.constexpr = (H + 127) // 128",
-        "num_groups: tl.constexpr = H // 128",
+        LONG_ROWS,
+        "tl.static_range((num_groups + GROUPS - 1) // GROUPS)",
+        "tl.static_range(num_groups // GROUPS)",
+    ),
+    Bug(
+        "last columns of a long row are not staged",
+        Calls(Sizes(2, 2, 1, 2, 4112), False, "DC", counts=[[2, 2]]),
+        "tl.static_range(0, num_groups, GROUPS)",
+        "tl.static_range(0, num_groups - 1, GROUPS)",
+    ),
+    Bug(
+        "a token's first pieces are the program's first",
+        Calls(LONG_ROWS.sizes, True, "DC", 1),
+        "            if t != pid:\n",
+        "            if t < pid:\n",
     ),
     Bug(
         "scale of the codes is not the scale that is sent",
@@ -208,8 +250,15 @@ DISPATCH_BUGS = [
         "(value * tl.div_rn(2.0, scale)[:, None])",
     ),
     # the table
-    Bug("rows of earlier ranks are not counted", ONE, "(place < source * max_tokens + first)", "(place < first)"),
-    Bug("tokens that are not there are counted", ONE, "mine = (token < count) & (expert >= 0)", "mine = (expert >= 0)"),
+    Bug("rows of earlier ranks are not counted", ONE, "end = source * max_tokens + first", "end = first"),
+    Bug(
+        "tokens that are not there are counted",
+        ONE,
+        "return expert, token < count",
+        "return expert, token < max_tokens",
+    ),
+    Bug("the halves of a histogram", ONE, "[:, None] == 0, both, 0)", "[:, None] == 1, both, 0)"),
+    Bug("the next look is the same", TWO_LOOKS, "start + BLOCK, my_rank", "start, my_rank"),
     Bug(
         "rows of later tokens are counted",
         MANY,
@@ -223,6 +272,9 @@ DISPATCH_BUGS = [
         "        end = tl.minimum(first + CHUNK, count_of(flags, source, max_tokens))\n        count =",
         "        end = count_of(flags, source, max_tokens)\n        count =",
     ),
+    Bug("the first look is the second", TWO_LOOKS, LOOK + "    return", LOOK.replace("0", "BLOCK") + "    return"),
+    Bug("the first look is the second, beside reads", ONE, LOOK + " " * 12, LOOK.replace("0", "BLOCK") + " " * 12),
+    Bug("the next look is the same, beside reads", EARLY_LOOKS, "start + BLOCK, my_rank", "start, my_rank"),
     Bug(
         "rows of a pair count itself",
         ONE,
@@ -259,29 +311,39 @@ DISPATCH_BUGS = [
     Bug(
         "token of another rank",
         ONE,
-        "source = peer(words, delta, 4) + token64 * WORDS",
-        "source = words + token64 * WORDS",
+        "source = peer(words, delta, 4) + token.to(tl.int64) * WORDS",
+        "source = words + token.to(tl.int64) * WORDS",
     ),
-    Bug("rows only for the last slot", ONE, "last = tl.maximum(last, row)", "last = row"),
+    Bug("rows only for the last slot", MANY, "last = tl.maximum(last, row)", "last = row"),
+    Bug("rows that are read ahead only for the last slot", ONE, "needed = needed | (", "needed = ("),
+    Bug("rows that are read ahead for experts of others", ONE, "(expert >= 0) & (expert < LOCAL))", "(expert < 0))"),
+    Bug("rows that are read ahead are one's own", ONE, READ_AHEAD, READ_AHEAD.replace("source", "my_rank")),
+    Bug("scales that are read ahead are one's own", ONE_FP8, *SCALES_AHEAD),
+    Bug(
+        "rows that are read ahead are the first chunk's",
+        ONE,
+        "token = first + tl.arange(0, ROWS)",
+        "token = tl.arange(0, ROWS)",
+    ),
     Bug("slots in turns", NARROW, KEPT + "row", KEPT.replace("rows[k]", "rows[0]") + "row"),
     Bug("scales of the first slot", NARROW, KEPT + "group", KEPT.replace("rows[k]", "rows[0]") + "group"),
     Bug(
         "columns of the first piece only",
-        LONG_ROWS,
-        "for c in range(0, WORDS, COLS):\n            col = c + tl.arange(0, COLS)\n            inside = (col",
-        "for c in range(0, COLS, COLS):\n            col = c + tl.arange(0, COLS)\n            inside = (col",
+        Calls(LONG_ROWS.sizes, False, "DC"),
+        "for c in range(0, WORDS, COLS):\n            value",
+        "for c in range(0, COLS, COLS):\n            value",
     ),
     Bug(
         "scales of another token",
         ONE_FP8,
-        "source = peer(scales, delta, 4) + token64 * SCALES",
-        "source = peer(scales, delta, 4) + token64",
+        "source = peer(scales, delta, 4) + token.to(tl.int64) * SCALES",
+        "source = peer(scales, delta, 4) + token.to(tl.int64)",
     ),
     Bug(
         "scales not transposed",
         ONE_FP8,
-        "* scale_stride + row[:, None]\n                tl.store(out_scales + place, value",
-        "+ row[:, None] * SCALES\n                tl.store(out_scales + place, value",
+        "* scale_stride + row[:, None]\n        tl.store(out_scales + place, value",
+        "+ row[:, None] * SCALES\n        tl.store(out_scales + place, value",
     ),
     Bug("padding from the wrong row", ONE, "starts + total, 0), 0)", "starts + total + 1, 0), 0)"),
     Bug(
@@ -315,8 +377,8 @@ DISPATCH_BUGS = [
 @pytest.mark.parametrize(
     "case",
     [ONE, ONE_FP8, MANY, MANY_FP8, REUSED, MANY_REUSED, DISPATCHES, MANY_DISPATCHES, SHOWN, COMBINES, LONG_ROWS, NARROW]
-    + [overflow, missing],
-    ids=range(14),
+    + [TWO_LOOKS, EARLY_LOOKS, overflow, missing],
+    ids=range(16),
 )
 def test_cases_pass_without_a_bug(case):
     for policy, seed in SCHEDULES:
@@ -325,4 +387,4 @@ def test_cases_pass_without_a_bug(case):
 
 @pytest.mark.parametrize("bug", DISPATCH_BUGS, ids=str)
 def test_bug_of_the_dispatch_is_caught(bug):
-    assert_caught(triton_dispatch, bug, helpers=(triton_flags,))
+    assert_caught(triton_dispatch, bug, helpers=(triton_flags, triton_rows))

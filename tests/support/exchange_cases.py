@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -19,18 +19,26 @@ class Calls:
     """Movements, one after another, by the kernels of a module: letters as for ``add_movements``."""
 
     def __init__(
-        self, sizes: Sizes, few: bool, movements: str = "DCDCDC", sms: int = 2, counts: list[list[int]] | None = None
+        self,
+        sizes: Sizes,
+        few: bool,
+        movements: str = "DCDCDC",
+        sms: int = 2,
+        counts: list[list[int]] | None = None,
+        routings: Sequence[str] = ("random", "holes"),
+        zero_padding: bool = True,
     ):
         self.sizes, self.few, self.movements, self.sms = sizes, few, movements, sms
         self.counts = counts or [[sizes.tokens, 1, 9], [9, sizes.tokens, 0]]
+        self.routings, self.zero_padding = routings, zero_padding
 
     def __call__(self, module, policy: str, seed: int) -> None:
         with planted(module, seed, self.few):
             world = World(self.sizes)
             counts = [each[: self.sizes.ranks] for each in self.counts]
-            done = add_movements(world, self.movements, counts, ("random", "holes"), self.sms)
+            done = add_movements(world, self.movements, counts, self.routings, self.sms, self.zero_padding)
             world.run(policy, seed)
-        check_movements(world, done)
+        check_movements(world, done, self.zero_padding)
 
 
 @contextmanager
@@ -52,18 +60,14 @@ MANY_FP8 = Calls(FP8, False)
 REUSED = Calls(BF16, True, "PRCPRC")
 MANY_REUSED = Calls(BF16, False, "PRCPRC")
 LONG_ROWS = Calls(Sizes(2, 8, 1, 2, 2064), True, "DC")
-LONG_COMBINE = Calls(Sizes(2, 2, 8, 8, 8208), True, "DC")
 # Few tokens of a tile, whose rows are kept.
-NARROW = Calls(FP8, True, "DC", 24)
+NARROW = Calls(Sizes(2, 4, 2, 4, 272, fp8=True), True, "PR", 4)
 # Two of a kind in a row, and three.
 DISPATCHES = Calls(BF16, True, "DDD", counts=[[12, 12]])
 MANY_DISPATCHES = Calls(BF16, False, "DDD", counts=[[12, 12]])
 # Only a combine has shown that the first has ended.
 SHOWN = Calls(BF16, True, "DCDD", counts=[[12, 12]])
 COMBINES = Calls(BF16, True, "DDCCC", counts=[[12, 12]])
-# More tokens than steps, several programs that write, several that begin to sum.
-STEPS = Calls(Sizes(2, 21, 3, 6, 80), False, "DDCCDC", 4, [[21, 9], [20, 21], [1, 21]])
-WIDE_STEPS = Calls(Sizes(3, 21, 2, 6, 80), False, "DCC", 6, [[21, 0, 13]])
 
 # Of ``wait_until_ended``.
 WAIT = "        wait_all(flags, KIND, ended, error, budget_ns, R, LANES)\n"

@@ -7,11 +7,16 @@ steps:
        lists and tokens
     C: write everyone's slots of the first part; raise SCATTERED everywhere; the same for the second part; for each part
        that I have tokens of: wait for everyone's SCATTERED, read my slots. The last rank has none of the second part.
-    M: as D, but what is read last are the tokens; then as C, with one part for both
+    F: as C, with one part for both
+    M: as D, but what is read last are the tokens; then as F
 
 Before it writes, a rank must know that all have ended the movement of that kind before. A flag of the other kind that
 everyone has raised since has shown it (``SEEN``); else it tells everyone that it has ended its own (PULLED, REDUCED)
 and waits for everyone's. M's writes to slots follow READY.
+
+A rank may have several programs, which write a share each, and read everything. Each adds a share of UNIT to READY, and
+to the SCATTERED of F: only all shares of a launch make a whole one, which is what is waited for. A launch begins when
+the last one has ended. Where there are several parts a program may be ahead of another by one: shares would not tell.
 
 What is written is the number of the movement, so that a read sees whether it is the right one. Writes take two steps,
 with nothing valid in between.
@@ -28,10 +33,13 @@ TORN = -1
 
 PARTS = 2
 
+UNIT = 16
+"""Of flags that programs raise together; more than there are programs."""
+
 
 @dataclass(frozen=True)
 class Step:
-    """``kind``: write (``number`` to ``place``), wait (until it is at least that) or read (it must be that)."""
+    """``kind``: write (``number`` to ``place``), add (it), wait (until it is as large) or read (it must be that)."""
 
     kind: str
     place: tuple
@@ -42,27 +50,51 @@ class Violation(AssertionError):
     """A rank read something else than it should, or no rank could go on."""
 
 
-def steps_of(rank: int, ranks: int, movements: Sequence[str], wrong: frozenset[str] = frozenset()) -> list[Step]:
-    """The steps of a rank.
+def steps_of(
+    rank: int,
+    ranks: int,
+    movements: Sequence[str],
+    wrong: frozenset[str] = frozenset(),
+    program: int = 0,
+    programs: int = 1,
+) -> list[Step]:
+    """The steps of a program of a rank. Only D and F are right for several programs.
 
     ``wrong``, to see that a rule is needed: names of flags whose waits are dropped ("SCATTERED 1": for the second
     part), "DISPATCHES_SEEN" or "COMBINES_SEEN" (one more is taken for seen than is), "early READY", "early SCATTERED"
-    (raised before the last write).
+    (raised before the last write), "whole shares" (each program adds all), "no rest" (each adds the least), "READY of
+    one" and "SCATTERED of one" (the first program raises it for all).
     """
     out: list[Step] = []
     # Movements that have ended here, and that all are known to have ended.
     ended, seen = {"D": 0, "C": 0}, {"D": 0, "C": 0}
-    everyone = range(ranks)
+    everyone, all_programs = range(ranks), range(programs)
 
     def wait(flag: str, number: int, part: str = "") -> None:
         if flag + part not in wrong:
-            out.extend(Step("wait", (flag, rank, other), number) for other in everyone)
+            unit = UNIT if flag in ("READY", "SCATTERED") else 1
+            out.extend(Step("wait", (flag, rank, other), number * unit) for other in everyone)
 
     def write(place: tuple, number: int) -> None:
-        out.extend((Step("write", place, TORN), Step("write", place, number)))
+        out.extend((Step("write", (*place, program), TORN), Step("write", (*place, program), number)))
 
-    def raise_flag(flag: str, number: int) -> None:
-        raised = [Step("write", (flag, other, rank), number) for other in everyone]
+    def read(place: tuple, number: int) -> None:
+        out.extend(Step("read", (*place, p), number) for p in all_programs)
+
+    def raise_flag(flag: str, number: int, epochs: int = 1) -> None:
+        if flag in ("READY", "SCATTERED"):
+            share = UNIT * epochs - (programs - 1) if program == 0 else 1
+            if "whole shares" in wrong:
+                share = UNIT * epochs
+            elif "no rest" in wrong:
+                share = 1
+            elif f"{flag} of one" in wrong:
+                share = UNIT * epochs if program == 0 else 0
+            raised = [Step("add", (flag, other, rank), share) for other in everyone]
+        elif program == 0:
+            raised = [Step("write", (flag, other, rank), number) for other in everyone]
+        else:
+            return
         if f"early {flag}" in wrong:
             out[-1:-1] = raised
         else:
@@ -82,8 +114,10 @@ def steps_of(rank: int, ranks: int, movements: Sequence[str], wrong: frozenset[s
         raise_flag("READY", number)
         wait("READY", number)
         seen["C"] = ended["C"] + ("COMBINES_SEEN" in wrong)
-        out.extend(Step("read", ("lists", rank, other), number) for other in everyone)
-        out.extend(Step("read", ("tokens", other), number) for other in everyone)
+        for other in everyone:
+            read(("lists", rank, other), number)
+        for other in everyone:
+            read(("tokens", other), number)
 
     def scatter(parts: Sequence[int]) -> int:
         number = ended["C"] + 1
@@ -91,24 +125,29 @@ def steps_of(rank: int, ranks: int, movements: Sequence[str], wrong: frozenset[s
             for other in everyone:
                 if part == 0 or other < ranks - 1:
                     write(("slots", part, other, rank), number)
-        raise_flag("SCATTERED", ended["C"] * PARTS + max(parts) + 1)
+        raise_flag("SCATTERED", ended["C"] * PARTS + max(parts) + 1, len(parts))
         return number
 
     def take(part: int, number: int, announced: int) -> None:
         if part == 0 or rank < ranks - 1:
             wait("SCATTERED", (number - 1) * PARTS + announced + 1, f" {announced}" if announced else "")
-            out.extend(Step("read", ("slots", part, rank, other), number) for other in everyone)
+            for other in everyone:
+                read(("slots", part, rank, other), number)
 
-    for movement in movements:
+    for launch, movement in enumerate(movements):
+        if programs > 1:
+            out.append(Step("wait", ("ended", rank), launch * programs))
         if movement == "D":
             send()
             ended["D"] += 1
-        elif movement == "C":
+        elif movement in "CF":
             wait_until_ended("C", "REDUCED")
-            for part in range(PARTS):
-                number = scatter([part])
-            for part in range(PARTS):
-                take(part, number, part)
+            announced = [[part] for part in range(PARTS)] if movement == "C" else [list(range(PARTS))]
+            for parts in announced:
+                number = scatter(parts)
+            for parts in announced:
+                for part in parts:
+                    take(part, number, max(parts))
             seen["D"] = ended["D"] + ("DISPATCHES_SEEN" in wrong)
             ended["C"] += 1
         else:
@@ -119,6 +158,8 @@ def steps_of(rank: int, ranks: int, movements: Sequence[str], wrong: frozenset[s
             seen["D"] = ended["D"] + 1 + ("DISPATCHES_SEEN" in wrong)
             ended["D"] += 1
             ended["C"] += 1
+        if programs > 1:
+            out.append(Step("add", ("ended", rank), 1))
     return out
 
 
@@ -144,6 +185,8 @@ class _State:
         memory = self.memory
         if step.kind == "write":
             memory = {**memory, step.place: step.number}
+        elif step.kind == "add":
+            memory = {**memory, step.place: memory.get(step.place, 0) + step.number}
         elif step.kind == "read" and memory.get(step.place, 0) != step.number:
             raise Violation(f"rank {rank} reads {memory.get(step.place, 0)} from {step.place}, not {step.number}")
         counters = tuple(c + (r == rank) for r, c in enumerate(self.counters))
@@ -153,18 +196,20 @@ class _State:
         return self.counters, frozenset(self.memory.items())
 
 
-def _start(ranks: int, movements: Sequence[str], wrong: frozenset[str]) -> _State:
-    programs = [steps_of(rank, ranks, movements, wrong) for rank in range(ranks)]
-    return _State(programs, (0,) * ranks, {})
+def _start(ranks: int, movements: Sequence[str], wrong: frozenset[str], programs: int) -> _State:
+    # Without defaults, for one program of each rank.
+    several = [(program, programs) for program in range(programs)] if programs > 1 else [()]
+    steps = [steps_of(rank, ranks, movements, wrong, *program) for rank in range(ranks) for program in several]
+    return _State(steps, (0,) * len(steps), {})
 
 
-def explore_all(ranks: int, movements: Sequence[str], wrong: frozenset[str] = frozenset()) -> int:
-    """Every interleaving; returns how many states there are.
+def explore_all(ranks: int, movements: Sequence[str], wrong: frozenset[str] = frozenset(), programs: int = 1) -> int:
+    """Every interleaving of all ranks' programs; returns how many states there are.
 
     Raises:
         Violation: in some interleaving.
     """
-    start = _start(ranks, movements, wrong)
+    start = _start(ranks, movements, wrong, programs)
     seen, todo = {start.key()}, [start]
     while todo:
         state = todo.pop()
@@ -180,7 +225,12 @@ def explore_all(ranks: int, movements: Sequence[str], wrong: frozenset[str] = fr
 
 
 def explore_some(
-    ranks: int, movements: Sequence[str], walks: int, seed: int, wrong: frozenset[str] = frozenset()
+    ranks: int,
+    movements: Sequence[str],
+    walks: int,
+    seed: int,
+    wrong: frozenset[str] = frozenset(),
+    programs: int = 1,
 ) -> None:
     """Random interleavings, in which ranks run ahead of others by bursts.
 
@@ -189,7 +239,7 @@ def explore_some(
     """
     draw = random.Random(seed)
     for _ in range(walks):
-        state = _start(ranks, movements, wrong)
+        state = _start(ranks, movements, wrong, programs)
         while not state.done():
             ready = state.ready()
             if not ready:

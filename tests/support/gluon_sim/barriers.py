@@ -173,7 +173,7 @@ def named_barrier(sync: bool, ident: int, threads: int) -> None:
 
 
 def thread_barrier() -> None:
-    """Barrier of the partition's threads: thread 0 may now release what the others did, and all have what it acquired."""
+    """Barrier of the partition's threads: thread 0 may release what the others did, and they have what it acquired."""
     me = step()
     if me.of_warp0.before:
         me.clock.acquire(me.of_warp0)
