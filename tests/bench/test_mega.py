@@ -233,7 +233,7 @@ def test_other_bits_are_noted(on_cpu, seed, monkeypatch):
 
 def test_sweep(on_cpu, seed, monkeypatch):
     times = mega.sweep(SMALL, weights_of(SMALL, seed), ALONE, 3)
-    assert len(times) == len({name for name in times}) == len(on_cpu[0][0]) >= 8 and list(times)[0] == "mega"
+    assert len(times) == len({name for name in times}) == len(on_cpu[0][0]) >= 6 and list(times)[0] == "mega"
     monkeypatch.setattr(CpuProblem, "fault", "mega scaled")
     with pytest.raises(RuntimeError, match="mega has relative error"):
         mega.sweep(SMALL, weights_of(SMALL, seed), ALONE, 3)
@@ -245,9 +245,11 @@ def test_variants_differ_from_the_chosen_settings():
         found = dict(mega.variants(chosen, sweep=True))
         assert found.pop("mega") == chosen
         assert chosen not in found.values() and len(set(map(str, found.values()))) == len(found)
-        assert found["mega skew 2"].skew == 2 and found["mega 16,1"].group == 16
+        assert found["mega 16,1"].group == 16
+        # FP8 has none.
+        assert {settings.skew for settings in found.values()} == {chosen.skew}
         chosen = replace(chosen, skew=2)
-        found = dict(mega.variants(chosen, sweep=True))
+        found = dict(mega.variants(chosen, sweep=True, fp8=False))
         assert found.pop("mega") == chosen and chosen not in found.values()
         assert {settings.skew for settings in found.values()} == {1, 2, 3}
         assert list(mega.variants(chosen, sweep=False)) == [("mega", chosen)]
