@@ -106,16 +106,19 @@ def run(x, routing: Routing, weights: ExpertWeights, options: MlpOptions, grad) 
     return {"out": out, **dict(zip(NAMES, grads, strict=False))}
 
 
-def assert_same_pipeline(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def assert_same_pipeline(actual: torch.Tensor, expected: torch.Tensor, what: str, least: float = 0.0) -> None:
     """Equal to fp32 rounding, but where that moved an intermediate value to the neighbouring e4m3 code.
 
     Such a value changes one row or column by up to 6 % of one of its terms: 19 of 20 elements still agree to 1e-5.
+
+    Args:
+        least: usual size of an element, for few of them, whose terms may cancel.
     """
     actual = actual.detach().double()
     assert_close(actual, expected, 5e-3, what)
     if expected.numel():
         error = float((actual - expected).abs().flatten().quantile(0.95))
-        assert error <= 1e-5 * expected.square().mean().sqrt(), (
+        assert error <= 1e-5 * max(expected.square().mean().sqrt(), least), (
             f"{what}: one element in 20 is off by {error:.1e} or more"
         )
 
@@ -133,7 +136,11 @@ def check(x, routing: Routing, weights: ExpertWeights, options: MlpOptions, comp
     expected = plain_fp8_moe(x, routing, weights, options, grad)
     assert actual.keys() == expected.keys()
     for name, want in expected.items():
-        if name in ("out", "x", "topk_weights"):
+        if name == "topk_weights":
+            # Products of two vectors of H elements.
+            size = float(grad.norm(dim=1).double() @ expected["out"].norm(dim=1)) / max(want.numel(), 1)
+            compare(actual[name], want, name, size * grad.shape[1] ** -0.5)
+        elif name in ("out", "x"):
             compare(actual[name], want, name)
         else:
             for expert in range(want.shape[0]):
@@ -210,10 +217,10 @@ def test_bf16_model(seed):
     weights = random_expert_weights(4, 256, 128, bias=True).to(torch.bfloat16)
     x = torch.randn(50, 256).bfloat16()
 
-    def assert_same_in_bf16(actual, expected, what):
+    def assert_same_in_bf16(actual, expected, what, least=0.0):
         assert_close(actual, expected, 2e-2, what)
         error = float((actual.detach().double() - expected).abs().flatten().quantile(0.9))
-        size = expected.square().mean().sqrt()
+        size = max(expected.square().mean().sqrt(), least)
         assert error <= 6e-3 * size, f"{what}: one element in 10 is off by {error / size:.1e} or more"
 
     actual = check(x, routing, weights, MlpOptions("swiglu", precision="fp8"), assert_same_in_bf16)
