@@ -266,7 +266,7 @@ def _report(index: int) -> Report:
 
 
 def chosen_variants(only: str = "", brief: bool = False) -> list[int]:
-    """Places of the ``variants`` whose name matches ``only`` anywhere; ``brief``: a quarter of each Gluon kernel's
+    """Places of the ``variants`` whose name matches ``only`` anywhere; ``brief``: an eighth of each Gluon kernel's
     forms, whose registers are laid out by us, and one of each Triton kernel's."""
     forms: dict[str, list[int]] = {}
     for index, variant in enumerate(variants()):
@@ -274,7 +274,7 @@ def chosen_variants(only: str = "", brief: bool = False) -> list[int]:
             forms.setdefault(variant.kernel.fn.__name__, []).append(index)
     if brief:
         steps = {
-            name: 4 if isinstance(variants()[found[0]].kernel, GluonJITFunction) else len(found)
+            name: 8 if isinstance(variants()[found[0]].kernel, GluonJITFunction) else len(found)
             for name, found in forms.items()
         }
         forms = {name: found[:: steps[name]] for name, found in forms.items()}
@@ -296,7 +296,7 @@ def main() -> int:
     parser.add_argument("--arch", choices=sorted(ARCHITECTURES), default="sm_90a")
     parser.add_argument("--only", default="", metavar="REGEX", help="kernels whose name matches")
     parser.add_argument(
-        "--brief", action="store_true", help="a quarter of each Gluon kernel's forms, one of each Triton kernel's"
+        "--brief", action="store_true", help="an eighth of each Gluon kernel's forms, one of each Triton kernel's"
     )
     parser.add_argument("--failures", action="store_true", help="print only kernels that fail")
     options = parser.parse_args()
