@@ -242,8 +242,8 @@ def mega_moe_kernel(
         error, budget_ns, deltas: as in ``PeerMemory``. words, scales, slots: my part of the symmetric memory.
         pool_words, pool_scales, act_scales: the same memory as the descriptors'.
         up_scales, down_scales: fp32 [e, 2 I / 128, H / 128] and [e, H / 128, I / 128].
-        up_bias, down_bias: with BIAS, fp32 [e, 2 I] and [e, H]: what the sums start from. Routing weights then multiply
-            the rows that are sent, not the activations.
+        up_bias, down_bias: with BIAS, fp32 or bf16 [e, 2 I] and [e, H]: what the sums start from. Routing weights then
+            multiply the rows that are sent, not the activations.
         pool_rows: S, a multiple of 128.
     """
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, HALF, BLOCK], rows_desc.layout)
