@@ -3,7 +3,8 @@
 Run: torchrun --standalone --nproc-per-node 2 -m megamoe bench exchange. Results are compared bit for bit before
 anything is timed; GPUs begin each replay of a graph together. The payload is what the receiving experts need from other
 ranks: a row for each (token, expert) pair. A token that several experts of a rank need crosses the link once, so that
-payload rates can pass the link's own.
+payload rates can pass the link's own. A dispatch begins with the routing, on both sides; what NCCL takes for the rows
+alone, once it is known where they go, is listed too.
 """
 
 from __future__ import annotations
@@ -122,13 +123,21 @@ def measure_rates(
             lambda peer=peer, rows=rows, handle=handle: peer.return_rows(rows, handle, BF16)
         ]
     times = interleaved(candidates, rounds, REPEATS, starter(group, problem.device))
-    theirs = problem.collective.plan(problem.routing)
-    pool = problem.collective.send_rows(problem.x, theirs)
-    times["dispatch bf16, NCCL"] = eager_microseconds(lambda: problem.collective.send_rows(problem.x, theirs), rounds)
-    # As many bytes as codes have.
+    collective = problem.collective
+    theirs = collective.plan(problem.routing)
+    pool = collective.send_rows(problem.x, theirs)
+
+    def dispatch(rows: torch.Tensor) -> torch.Tensor:
+        return collective.send_rows(rows, collective.plan(problem.routing))
+
+    times["dispatch bf16, NCCL"] = eager_microseconds(lambda: dispatch(problem.x), rounds)
+    # As many bytes as codes have. They are not cast, and no scales travel.
     codes = problem.x[:, : case.hidden // 2].contiguous()
-    times["dispatch fp8, NCCL"] = eager_microseconds(lambda: problem.collective.send_rows(codes, theirs), rounds)
-    times["combine bf16, NCCL"] = eager_microseconds(lambda: problem.collective.return_rows(pool, theirs, BF16), rounds)
+    times["dispatch fp8, NCCL"] = eager_microseconds(lambda: dispatch(codes), rounds)
+    for name, rows in (("bf16", problem.x), ("fp8", codes)):
+        alone = eager_microseconds(lambda rows=rows: collective.send_rows(rows, theirs), rounds)
+        times[f"dispatch {name}, NCCL's rows alone"] = alone
+    times["combine bf16, NCCL"] = eager_microseconds(lambda: collective.return_rows(pool, theirs, BF16), rounds)
     times = _slowest(times)
     problem.buffer.check()
     problem.buffer.close()

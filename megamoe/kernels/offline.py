@@ -63,6 +63,12 @@ class AllowedSpill:
 
 ALLOWED_SPILLS = (
     AllowedSpill(
+        "dispatch_kernel",
+        lambda c: c["KEEP"] and c["ROWS"] > 2,
+        80,
+        "a tile's rows, beside the table of who gets which before they are moved",
+    ),
+    AllowedSpill(
         "fp8_gemm_kernel",
         lambda c: c["BIAS"] and c["ACTIVATION"] != pieces.NONE.value,
         128,
@@ -106,8 +112,8 @@ ALLOWED_SPILLS = (
     ),
     AllowedSpill(
         "mega_moe_kernel",
-        lambda c: c["H"] >= 4096,
-        24,
+        lambda c: c["H"] >= 2048,
+        40,
         "what is the same for all tiles is read again between them",
     ),
     AllowedSpill(

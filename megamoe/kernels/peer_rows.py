@@ -46,7 +46,11 @@ FEW_SUM_COLS, SUM_COLS = 256, 512
 FEW_SUMS_AHEAD, SUMS_AHEAD = 2, 1
 """Sums whose rows a program reads together before it writes the first, likewise."""
 
-_TILE_ROWS, _TILE_WORDS = 8, 1024
+_TILE_ROWS, _TILE_WORDS = 32, 8192
+"""Tokens that a program of ``WARPS`` moves at once, and words of them: of few tokens scales would be moved slowly."""
+
+_LEAST_CHUNK = 8
+"""Tokens that are counted together, at least."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +250,7 @@ def dispatch(
         programs = _programs(ranks * triton.cdiv(memory.max_tokens, chunk), limit)
     else:
         chunk, programs = 128, limit
-        while chunk > _TILE_ROWS and ranks * memory.max_tokens < 2 * chunk * limit:
+        while chunk > _LEAST_CHUNK and ranks * memory.max_tokens < 2 * chunk * limit:
             chunk //= 2
     warps = FEW_WARPS if fused else WARPS
     common = flag_arguments(memory)
@@ -323,9 +327,10 @@ def dispatch(
         SUB=min(max(padded_k, 512 * warps // bins), chunk * padded_k),
         GROUPS=min(4 * warps, triton.next_power_of_2(triton.cdiv(hidden, 128))),
         ROWS=tile_rows,
-        COLS=padded_words if ahead else min(_TILE_WORDS * _TILE_ROWS * warps // WARPS // tile_rows, padded_words),
+        COLS=padded_words if ahead else min(_TILE_WORDS * warps // WARPS // tile_rows, padded_words),
         SCALE_COLS=triton.next_power_of_2((hidden + 127) // 128),
         AHEAD=ahead,
+        KEEP=tile_rows <= 2 or tile_rows == _TILE_ROWS,
         **counted,
     )
     launches.append(Launch(triton_dispatch.dispatch_kernel, programs, {**common, **staged, **arguments}, warps))
@@ -436,13 +441,13 @@ def sum_slots(
         pushers=0,
         K=memory.top_k,
         H=hidden,
-        WORDS=_TILE_WORDS,
+        WORDS=1024,
         MOVE=True,
         WEIGHTS=False,
         FROM_SLOTS=True,
         STEPS=1,
         BLOCK=1024,
-        COLS=_TILE_WORDS,
+        COLS=1024,
         SUM_TOKENS=1,
         SUM_COLS=min(1024, triton.next_power_of_2(hidden)),
         AHEAD=1,

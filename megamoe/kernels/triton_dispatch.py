@@ -388,12 +388,13 @@ def dispatch_kernel(
     SCALES: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, STAGE: tl.constexpr, TABLE: tl.constexpr,
     MOVE: tl.constexpr, PADDING: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_COLS: tl.constexpr, AHEAD: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """The rows of this rank's experts into ``out_words`` (and ``out_scales``, transposed).
 
     STAGE: inputs are staged here too; all programs must then run at once, since they wait for each other. TABLE: where
     the table of rows comes from. MOVE: rows are read; otherwise only the table is made. AHEAD: a chunk's rows are read
-    at once, before it is known where they go. PADDING: it is zeroed.
+    at once, before it is known where they go. KEEP: that stays in registers. PADDING: it is zeroed.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     everyone = begin(deltas, R, LANES)
@@ -454,7 +455,6 @@ def dispatch_kernel(
         if AHEAD:
             mask = token < end
             rows_here, _ = rows_of(table, token, mask, K)
-            KEEP: tl.constexpr = ROWS * COLS <= 4096
             write_words(values, rows_here, table, token, mask, out_words, 0, WORDS, K, COLS, KEEP)
             if SCALES > 0:
                 write_scales(
@@ -463,7 +463,7 @@ def dispatch_kernel(
         elif MOVE:
             pull(
                 words, scales, tl.load(deltas + source), table, out_words, out_scales, scale_stride, first, end, WORDS,
-                SCALES, K, ROWS, COLS, SCALE_COLS,
+                SCALES, K, ROWS, COLS, SCALE_COLS, KEEP,
             )  # fmt: skip
         if TABLE != REUSED:
             if turn == 0:

@@ -121,17 +121,19 @@ def write_scales(
 def pull(
     words, scales, delta, table, out_words, out_scales, scale_stride, first, end, WORDS: tl.constexpr,
     SCALES: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SCALE_COLS: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Tokens ``first`` to ``end``, each read once if a row here needs it, into their rows."""
-    # Stores do not wait for another look at the table then; more tokens' rows would not fit into registers.
-    KEEP: tl.constexpr = ROWS <= 2
+    """Tokens ``first`` to ``end``, each read once if a row here needs it, into their rows. KEEP: as in
+    ``write_words``."""
     for start in range(first, end, ROWS):
         token = start + tl.arange(0, ROWS)
         mask = token < end
         rows, last = rows_of(table, token, mask, K)
+        if SCALES > 0:
+            # They come while words are moved.
+            row_scales = read_scales(scales, delta, token, last >= 0, SCALES, SCALE_COLS)
         for c in range(0, WORDS, COLS):
             value = read_words(words, delta, token, last >= 0, c, WORDS, COLS)
             write_words(value, rows, table, token, mask, out_words, c, WORDS, K, COLS, KEEP)
         if SCALES > 0:
-            value = read_scales(scales, delta, token, last >= 0, SCALES, SCALE_COLS)
-            write_scales(value, rows, table, token, mask, out_scales, scale_stride, SCALES, K, SCALE_COLS, KEEP)
+            write_scales(row_scales, rows, table, token, mask, out_scales, scale_stride, SCALES, K, SCALE_COLS, KEEP)

@@ -76,7 +76,11 @@ ARRIVE = "        arrive(flags, everyone, READY, 1, stagers, my_rank, R, LANES)\
 COUNT = "        if tl.program_id(0) == 0:\n            tell_count(flags, everyone, n, my_rank, LANES)\n"
 LOOK = "look = look_at_pairs(flags, list_index, 0, my_rank, max_tokens, R, K, KP, LOCAL, BLOCK)\n"
 READ_AHEAD = "delta = tl.load(deltas + source)\n            needed"
-SCALES_AHEAD = ("row_scales = read_scales(scales, delta,", "row_scales = read_scales(scales, delta * 0,")
+SCALES_AHEAD = (
+    "row_scales = read_scales(scales, delta, token, needed",
+    "row_scales = read_scales(scales, 0, token, needed",
+)
+SCALES = ("row_scales = read_scales(scales, delta, token, last", "row_scales = read_scales(scales, 0, token, last")
 KEPT = "row = rows[k] if KEEP else tl.load(table + token.to(tl.int64) * K + k, mask=mask, other=-1)\n        place = "
 
 DISPATCH_BUGS = [
@@ -319,6 +323,7 @@ DISPATCH_BUGS = [
     Bug("rows that are read ahead for experts of others", ONE, "(expert >= 0) & (expert < LOCAL))", "(expert < 0))"),
     Bug("rows that are read ahead are one's own", ONE, READ_AHEAD, READ_AHEAD.replace("source", "my_rank")),
     Bug("scales that are read ahead are one's own", ONE_FP8, *SCALES_AHEAD),
+    Bug("scales are one's own", MANY_FP8, *SCALES),
     Bug(
         "rows that are read ahead are the first chunk's",
         ONE,
