@@ -125,7 +125,9 @@ def variants(chosen: MegaSettings, sweep: bool, fp8: bool = True) -> Iterator[tu
     """Settings to be measured, by name; the chosen ones first."""
     yield "mega", chosen
     if sweep:
-        for group, lag in ((4, 2), (8, 1), (2, 2), (4, 1), (16, 1)):
+        group, lag = chosen.group, chosen.lag
+        others = [(group // 2, lag), (2 * group, lag), (group, lag // 2), (group, lag * 3 // 2), (group, 2 * lag)]
+        for group, lag in dict.fromkeys((max(1, group), max(1, lag)) for group, lag in others):
             if (group, lag) != (chosen.group, chosen.lag):
                 yield f"mega {group},{lag}", replace(chosen, group=group, lag=lag)
         for skew in () if fp8 else (1, 2, 3):

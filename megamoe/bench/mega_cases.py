@@ -211,7 +211,13 @@ class MegaProblem:
     def settings(self) -> MegaSettings:
         case = self.case
         return choose_settings(
-            tokens=case.tokens, ranks=self.ranks, top_k=case.top_k, num_experts=case.experts, sms=self.sms, fp8=case.fp8
+            tokens=case.tokens,
+            ranks=self.ranks,
+            top_k=case.top_k,
+            num_experts=case.experts,
+            intermediate_size=case.intermediate,
+            sms=self.sms,
+            fp8=case.fp8,
         )
 
     def fused(self, x: torch.Tensor, routing: Routing, out: torch.Tensor, settings: MegaSettings) -> Callable[[], None]:

@@ -17,7 +17,14 @@ import triton
 from megamoe.kernels import triton_dispatch, triton_route
 from megamoe.kernels.formats import FP8_MAX, MIN_AMAX
 from megamoe.kernels.gluon import launch, mega_bf16, mega_moe
-from megamoe.kernels.mega_plan import ROUTE_PROGRAMS, MegaPlan, MegaSettings, Weight, next_power_of_two
+from megamoe.kernels.mega_plan import (
+    ROUTE_PROGRAMS,
+    MegaPlan,
+    MegaSettings,
+    Weight,
+    asked_together,
+    next_power_of_two,
+)
 from megamoe.kernels.peer_rows import WARPS, Launch, PeerMemory, flag_arguments, sum_slots
 from megamoe.types import Fp8Tensor
 
@@ -187,11 +194,13 @@ def compute(
         words=memory.rows.view(torch.int32),
         slots=memory.slots.view(torch.bfloat16),
         pool_words=rows.view(torch.int32),
+        early=settings.early,
         pool_rows=rows.shape[0],
         clamp=(math.inf if bounded else 0.0) if clamp is None else clamp,
         H=hidden,
         INTER=plan.intermediate_size,
         STAGES=settings.stages,
+        TOGETHER=asked_together(plan, settings),
         CHUNK=min(settings.chunk, triton.next_power_of_2(hidden * rows.element_size() // 4)),
         ACTIVATION=launch.ACTIVATIONS[activation].value,
         CLAMP=bounded,

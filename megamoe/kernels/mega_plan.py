@@ -19,6 +19,12 @@ MOST_HIDDEN, MOST_INTERMEDIATE = 16384, 18432
 MOST_LOCAL_EXPERTS, MOST_TOP_K = 256, 16
 """Limits of the table of tiles (8 bits for an expert, and for a tile of columns) and of what was tested."""
 
+HOPPER_SMS = 132
+"""SMs at most, for what must hold on any such GPU."""
+
+MOST_LAG = 32
+"""Blocks; keeps pools small where I is."""
+
 FUSED_ENTRIES = 16384
 """(token, slot) pairs of all ranks up to which one launch stages, counts and plans; every program counts all."""
 
@@ -36,10 +42,13 @@ class MegaSettings:
 
     Attributes:
         sms: its programs, which must all run at once: at most the SMs that nothing else holds.
-        group, lag: blocks of rows that share weights in L2, and groups by which GEMM 2 trails GEMM 1.
+        group: most blocks of rows of an expert that are computed together, and so share weights in L2.
+        lag: blocks by which GEMM 2 trails GEMM 1.
         stages: of the ring.
         skew: stages that the second consumer stays behind the first, 1 to ``stages - 1``; BF16 only.
-        chunk: int32 words that a warp copies at a time when it pulls a row.
+        together: blocks of K, of 128 bytes, that are asked for at a time, 1 or 2; see ``asked_together``.
+        early: turns in which each consumer pulls four rows before its first tile; 0: none.
+        chunk: int32 words that a warp of others copies at a time when it pulls a row.
         consumer_registers, worker_registers: of each thread of those roles.
     """
 
@@ -48,36 +57,48 @@ class MegaSettings:
     lag: int
     stages: int = 4
     skew: int = 1
+    together: int = 1
+    early: int = 1
     chunk: int = 512
     consumer_registers: int = 232
     worker_registers: int = 40
 
 
 def choose_settings(
-    *, tokens: int, ranks: int, top_k: int, num_experts: int, sms: int, fp8: bool = True
+    *, tokens: int, ranks: int, top_k: int, num_experts: int, intermediate_size: int, sms: int, fp8: bool = True
 ) -> MegaSettings:
-    """Settings that measured best on H200 (H = 7168, I = 2048, top-8; FP8 on two ranks, BF16 on one).
+    """Settings that measured best on H200 (H = 7168, I = 2048, top-8, 32 experts on a GPU).
 
-    Short groups where most blocks are full, so that GEMM 2 finds what GEMM 1 has written in L2; long ones where most
-    hold few rows and the weights are all that is read.
+    Weights are read from memory once if an expert's blocks are computed together, while L2 holds the rows of 8. GEMM 2
+    trails by as many blocks as all SMs compute tiles of GEMM 1 of at once, so that nobody waits for it, and by more
+    where an expert has some blocks, and in FP8 many. Where most blocks are nearly empty, weights come from memory at
+    its full rate, if longer pieces of their rows are asked for.
 
     Args:
-        tokens: T, at most of any rank. sms: SMs of the device. fp8: or BF16.
+        tokens: T, at most of any rank. intermediate_size: I. sms: SMs of the device. fp8: or BF16.
     """
-    full = ranks * tokens * top_k > 64 * num_experts
-    group, lag = 4 if full else 8, 2 if full and fp8 else 1
+    rows = ranks * tokens * top_k / num_experts
     # In BF16 the skew of its grouped GEMM.
-    return MegaSettings(sms=sms, group=group, lag=lag, skew=1 if fp8 else 2)
+    skew = 1 if fp8 else 2
+    if rows <= 64:
+        return MegaSettings(sms=sms, group=8, lag=_lag(sms, intermediate_size), skew=skew, together=2, early=4)
+    tiles = sms * 3 // 2 if rows <= 256 else sms * 2 if fp8 else sms
+    return MegaSettings(sms=sms, group=8, lag=_lag(tiles, intermediate_size), skew=skew)
+
+
+def _lag(tiles: int, intermediate_size: int) -> int:
+    """Whole blocks, of so many tiles of GEMM 1."""
+    return min(MOST_LAG, max(1, tiles // -(-intermediate_size // 128)))
 
 
 def least_pool_blocks(settings: MegaSettings) -> int:
     """Blocks that a pool must have room for, if it has not for all: with fewer, programs may wait in a circle.
 
     A block's rows wait until GEMM 2 has read the block that had its slot before. Before the first tile of GEMM 1 of a
-    group of blocks, the order of tiles has all of GEMM 2 of the groups that are more than ``lag`` behind: so those must
-    be all that its rows wait for, whatever the number of programs. See ``docs/mega_kernel.md``.
+    group of blocks, the order of tiles has all of GEMM 2 of the groups that begin more than ``lag`` blocks before it:
+    so those must be all that its rows wait for, whatever the number of programs. See ``docs/mega_kernel.md``.
     """
-    return (settings.lag + 1) * settings.group
+    return settings.lag + settings.group
 
 
 @dataclass(frozen=True)
@@ -146,7 +167,7 @@ class MegaPlan:
             fail_value(
                 "pool_bytes",
                 self.pool_bytes,
-                f"must hold (lag + 1) * group = {least} blocks of 128 rows for settings.lag = {settings.lag} and "
+                f"must hold lag + group = {least} blocks of 128 rows for settings.lag = {settings.lag} and "
                 f"settings.group = {settings.group}, or programs could wait for each other for ever",
                 f"Pass {self.pool_bytes // self.pool_blocks * least}, or lower settings.lag or settings.group.",
             )
@@ -175,6 +196,13 @@ class MegaPlan:
                 scratch[region.offset : region.offset + region.nbytes].view(region.dtype).view(region.shape)
             )
         return out
+
+
+def asked_together(plan: MegaPlan, settings: MegaSettings) -> int:
+    """Blocks of K that are asked for at a time: one where there is an odd number of them, or of stages."""
+    columns = 128 if plan.memory.fp8 else 64
+    blocks = plan.memory.hidden_size // columns, plan.intermediate_size // columns
+    return 1 if any(number % settings.together for number in (*blocks, settings.stages)) else settings.together
 
 
 def next_power_of_two(n: int) -> int:

@@ -83,7 +83,8 @@ def _call(
     memory = peer_rows.peer_memory(memory_plan, views, 0, empty(ranks, dtype=torch.int64), 10**10)
     plan = plan_mega(memory_plan, intermediate, SMS)
     local = memory_plan.num_local_experts
-    chosen = choose_settings(tokens=tokens, ranks=ranks, top_k=top_k, num_experts=experts, sms=SMS, fp8=fp8)
+    sizes = dict(tokens=tokens, ranks=ranks, top_k=top_k, num_experts=experts, intermediate_size=intermediate)
+    chosen = choose_settings(**sizes, sms=SMS, fp8=fp8)
     launches = mega.call(
         plan,
         replace(chosen, **settings),

@@ -13,10 +13,11 @@ Tables, for P rows, each expert's in blocks of 128:
 - ``tiles`` int32 pairs: expert | column tile << 8 | rows << 16 | whether of GEMM 2 << 24, and the block. Program p of
   the mega-kernel takes places p, p + programs and so on.
 
-Order of tiles: GEMM 1 of a group of blocks comes before GEMM 2 of the group that is LAG behind, and within a group
-tiles of more than 64 rows before the others. Of each of these four kinds all tiles are dealt to programs one after
-another, each kind from where the one before has ended: so no program has more than one tile more of any kind than
-another, nor in all.
+Order of tiles: blocks of an expert are a group, since they share weights, or several of nearly equal length if they are
+more than ``group``. GEMM 1 of the group that begins with block f comes before GEMM 2 of those that begin with block f -
+``lag`` or later, and after that of all others; within a group tiles of more than 64 rows come before the rest. Of each
+of these four kinds all tiles are dealt to programs one after another, each kind from where the one before has ended: so
+no program has more than one tile more of any kind than another, nor in all.
 """
 
 from __future__ import annotations
@@ -81,12 +82,23 @@ def _halves_before(halves, block):
 
 
 @triton.jit
+def _first_group(block, first, blocks, share, num_blocks):
+    """The first block of a group that is not before ``block``, or the end of all; of each expert the first block, the
+    number of blocks and that of a group."""
+    turns = tl.maximum((block[:, None] - first[None, :] + share[None, :] - 1) // share[None, :], 0) * share[None, :]
+    return tl.min(tl.where(turns < blocks[None, :], first[None, :] + turns, num_blocks), 1)
+
+
+@triton.jit
 def _write_tiles(
     total, num_blocks, capacity, tiles, programs, group, lag, UPS: tl.constexpr, DOWNS: tl.constexpr,
     BINS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The order of tiles: UPS of GEMM 1 and DOWNS of GEMM 2 for each block, ``group`` blocks at a time."""
+    """The order of tiles: UPS of GEMM 1 and DOWNS of GEMM 2 for each block."""
     starts, fit, _ = lay_out(total, capacity)
+    first_block, blocks = starts // ALIGN, (fit + (ALIGN - 1)) // ALIGN
+    groups = tl.maximum((blocks + group - 1) // group, 1)
+    share = tl.maximum((blocks + groups - 1) // groups, 1)
     # Blocks of at most 64 rows: experts' last ones.
     last = starts // ALIGN + (fit - 1) // ALIGN
     halves = tl.where((fit > 0) & ((fit - 1) % ALIGN < ALIGN // 2), last, num_blocks)
@@ -105,10 +117,13 @@ def _write_tiles(
         n = tile_of_gemm - block * columns
         expert, rows = _blocks(block, total, capacity, BINS)
         half = rows <= ALIGN // 2
-        first = block // group * group
-        end = tl.minimum(first + group, num_blocks)
-        # The group up to which the program has the other GEMM's tiles before.
-        other = tl.where(second == 0, tl.maximum(first - lag * group, 0), tl.minimum(end + lag * group, num_blocks))
+        start_here, share_here = tl.gather(first_block, expert, 0), tl.gather(share, expert, 0)
+        first = start_here + (block - start_here) // share_here * share_here
+        end = tl.minimum(first + share_here, start_here + tl.gather(blocks, expert, 0))
+        # The block up to which the program has the other GEMM's tiles before.
+        other = _first_group(
+            tl.where(second == 0, first - lag, first + lag + 1), first_block, blocks, share, num_blocks
+        )
         halves_first, halves_end = _halves_before(halves, first), _halves_before(halves, end)
         halves_other, halves_here = _halves_before(halves, other), _halves_before(halves, block)
         # Its number among those of its kind: within a group the block runs fastest, for L2.

@@ -11,7 +11,7 @@ from megamoe.config import MoEConfig
 from megamoe.errors import MegaMoEError
 from megamoe.kernels import flag_words
 from megamoe.kernels.layout import align_up
-from megamoe.kernels.mega_plan import MOST_LOCAL_EXPERTS, MOST_TOP_K, choose_settings, plan_mega
+from megamoe.kernels.mega_plan import HOPPER_SMS, MOST_LOCAL_EXPERTS, MOST_TOP_K, choose_settings, plan_mega
 from megamoe.plan import COLUMN_ALIGN, plan_memory
 
 BF16 = torch.bfloat16
@@ -112,7 +112,8 @@ def why_not_fused(
         plan = plan_mega(memory, kernel_width(config), sms=1, pool_bytes=memory.pool_bytes)
         experts = memory.num_local_experts * ranks
         sizes = dict(tokens=memory.max_tokens, ranks=ranks, top_k=memory.top_k, num_experts=experts)
-        plan.check_pool(choose_settings(**sizes, sms=1, fp8=memory.fp8))
+        sizes |= dict(intermediate_size=plan.intermediate_size, sms=HOPPER_SMS)
+        plan.check_pool(choose_settings(**sizes, fp8=memory.fp8))
     except MegaMoEError as error:
         return f"beyond the mega-kernel's limits: {error}"
     return ""

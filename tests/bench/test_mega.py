@@ -241,11 +241,12 @@ def test_sweep(on_cpu, seed, monkeypatch):
 
 def test_variants_differ_from_the_chosen_settings():
     for tokens in (1, 8192):
-        chosen = choose_settings(tokens=tokens, ranks=2, top_k=8, num_experts=64, sms=132)
+        sizes = dict(ranks=2, top_k=8, num_experts=64, intermediate_size=2048)
+        chosen = choose_settings(tokens=tokens, **sizes, sms=132)
         found = dict(mega.variants(chosen, sweep=True))
         assert found.pop("mega") == chosen
         assert chosen not in found.values() and len(set(map(str, found.values()))) == len(found)
-        assert found["mega 16,1"].group == 16
+        assert found[f"mega 16,{chosen.lag}"].group == 16
         # FP8 has none.
         assert {settings.skew for settings in found.values()} == {chosen.skew}
         chosen = replace(chosen, skew=2)

@@ -117,19 +117,21 @@ KERNEL_BUGS = [
         "(2 * BLOCK + HALF) * BLOCK, pred=two == 0",
         "3 * BLOCK * BLOCK, pred=two == 0",
     ),
-    Bug("up columns over gate columns", HALF, "index(s).slice(BLOCK, BLOCK, 0)", "index(s).slice(0, BLOCK, 0)"),
-    Bug("weights of every other block of K", HALF, "[first, k * HALF]", "[first, k * BLOCK]"),
+    Bug("up columns over gate columns", HALF, "index(s).slice(half * BLOCK, BLOCK, 0)", "index(s).slice(0, BLOCK, 0)"),
+    Bug("weights of every other block of K", HALF, "[row, (k + h) * HALF]", "[row, (k + h) * BLOCK]"),
     Bug(
         "half of a row is pulled",
         HALF,
         "WORDS: gl.constexpr = H // 4 if SCALED else H // 2",
         "WORDS: gl.constexpr = H // 4",
+        occurrences=2,
     ),
     Bug(
         "scales are pulled",
         HALF,
         "SCALES: gl.constexpr = H // BLOCK if SCALED else 0",
         "SCALES: gl.constexpr = H // BLOCK",
+        occurrences=2,
     ),
 ]
 

@@ -73,9 +73,12 @@ def test_shapes(hidden, intermediate, seed):
         run_calls(sizes, policy, seed, [([9, 5], "random")], settings=replace(SETTINGS, skew=skew))
 
 
-@pytest.mark.parametrize(("sms", "group", "lag", "skew"), [(1, 1, 1, 1), (3, 2, 1, 3), (5, 1, 3, 2)])
-def test_settings(sms, group, lag, skew, seed):
-    settings = replace(SETTINGS, sms=sms, group=group, lag=lag, skew=skew)
+@pytest.mark.parametrize(
+    ("sms", "group", "lag", "skew", "together", "early"),
+    [(1, 1, 1, 1, 2, 0), (3, 2, 1, 3, 1, 4), (5, 1, 3, 2, 2, 2), (2, 8, 1, 1, 2, 40)],
+)
+def test_settings(sms, group, lag, skew, together, early, seed):
+    settings = replace(SETTINGS, sms=sms, group=group, lag=lag, skew=skew, together=together, early=early)
     sizes = replace(TWO, intermediate=512, tokens=24)
     run_calls(sizes, "random", seed, [([24, 20], "random"), ([24, 3], "one")], settings=settings)
 

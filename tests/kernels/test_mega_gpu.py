@@ -44,7 +44,7 @@ def routed(problem: MegaProblem, routing: Routing, kind: str) -> Routing:
 def settings_of(problem: MegaProblem) -> list[MegaSettings]:
     """Those that are chosen, other orders of tiles, and one other compilation."""
     chosen = problem.settings()
-    return [chosen, replace(chosen, group=2, lag=2), replace(chosen, group=8, lag=1, skew=3)]
+    return [chosen, replace(chosen, group=2, lag=4), replace(chosen, group=16, lag=1, skew=3)]
 
 
 def check_bits(rank: int, ranks: int, seed: int, precision: str) -> None:
@@ -79,7 +79,7 @@ def check_pools(rank: int, ranks: int, seed: int, precision: str) -> None:
     case = replace(LARGE, precision=precision)
     problem = MegaProblem(case, dist.group.WORLD if ranks > 1 else None, seed=seed)
     chosen = problem.settings()
-    settings = [replace(chosen, group=group, lag=lag) for group, lag in ((1, 1), (4, 1), (4, 2), (8, 1))]
+    settings = [replace(chosen, group=group, lag=lag) for group, lag in ((1, 1), (4, 1), (3, 7), (8, 16))]
     for counts, kind in (((2048, 2048), "random"), ((2048, 37), "holes"), ((2048, 2048), "one"), ((0, 300), "random")):
         x, routing = problem.tokens(counts[rank])
         routing = routed(problem, routing, kind)

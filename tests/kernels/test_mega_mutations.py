@@ -21,6 +21,7 @@ from megamoe.kernels import (  # noqa: E402
     triton_route,
 )
 from megamoe.kernels.gluon import flags, mega_moe, mega_pieces, spelling  # noqa: E402
+from megamoe.kernels.mega_plan import MegaSettings  # noqa: E402
 from tests.support.exchange_cases import WAIT as ENDED  # noqa: E402
 from tests.support.exchange_sim import (  # noqa: E402
     add_combine,
@@ -32,7 +33,7 @@ from tests.support.exchange_sim import (  # noqa: E402
     make_tokens,
 )
 from tests.support.gluon_sim.mutation import SCHEDULES, Bug, assert_caught  # noqa: E402
-from tests.support.mega_sim import MegaSizes, MegaWorld, add_mega_call, check_outputs  # noqa: E402
+from tests.support.mega_sim import SETTINGS, MegaSizes, MegaWorld, add_mega_call, check_outputs  # noqa: E402
 
 MORE_SCHEDULES = (
     *SCHEDULES,
@@ -50,8 +51,10 @@ def use(patch: pytest.MonkeyPatch, module) -> None:
 class Calls:
     """Calls one after another by the kernels of a module: (tokens of each rank, routing)."""
 
-    def __init__(self, sizes: MegaSizes, *calls: tuple[list[int], str], fused: bool = True):
-        self.sizes, self.calls, self.fused = sizes, calls, fused
+    def __init__(
+        self, sizes: MegaSizes, *calls: tuple[list[int], str], fused: bool = True, settings: MegaSettings = SETTINGS
+    ):
+        self.sizes, self.calls, self.fused, self.settings = sizes, calls, fused, settings
 
     def __call__(self, module, policy: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -60,7 +63,7 @@ class Calls:
             world, done = MegaWorld(self.sizes, self.fused), []
             for counts, routing in self.calls:
                 done.append(make_tokens(self.sizes, counts, routing))
-                add_mega_call(world, done[-1])
+                add_mega_call(world, done[-1], settings=self.settings)
             world.run(policy, seed)
         assert not any(any(error) for error in world.errors)
         for tokens in done:
@@ -79,6 +82,10 @@ MANY = Calls(SMALL, ([20, 9], "holes"), ([9, 20], "random"), fused=False)
 WIDE = Calls(MegaSizes(tokens=40, intermediate=512), ([40, 40], "one"))
 # A second block's tiles are stored while the first one's are scattered.
 BLOCKS = Calls(MegaSizes(tokens=100), ([100, 100], "one"))
+# Blocks whose rows are pulled early by turns.
+AGAIN = Calls(MegaSizes(tokens=100), ([100, 9], "one"), settings=replace(SETTINGS, early=3))
+PAIRS = Calls(SMALL, ([20, 9], "random"), settings=replace(SETTINGS, together=2))
+LONG_PAIRS = Calls(MegaSizes(hidden=1280, tokens=9), ([9, 9], "random"), settings=replace(SETTINGS, together=2))
 NARROW = Calls(MegaSizes(hidden=384, tokens=9), ([9, 9], "random"))
 
 
@@ -127,15 +134,18 @@ def stuck(module, policy: str, seed: int) -> None:
     assert (phase, block, target) == (flag_words.PULLED_ROWS, 0, 30) and 0 < seen < 30
 
 
+EARLY_START = "            delta = gl.load(deltas + (source >> TOKEN_BITS), mask=here, other=0) * 4\n"
+EARLY_COUNT = "            flags.add(pulled + (row + four) // BLOCK, here.to(gl.int32))\n"
+COUNTED_EARLY = EARLY_COUNT + EARLY_START
 WAIT = "            flags.wait_for_counter(awaited[0], awaited[1], block, awaited[2], error, budget_ns, False)\n"
 FENCE_ON_THE_WAY_OUT = ("        fence.proxy.async; bar.warp.sync", "        bar.warp.sync")
 FREE = "    mbarrier.arrive(results_empty.index(C), count=1)\n"
 TOLD_BEFORE = "        if second == 1:\n            mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)\n"
 STORED_BEFORE = "to tell.\n            mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)\n"
-COUNT = "    flags.add_one(counter)\n"
+COUNT = "    flags.add(counter, 1)\n"
 STORED = "    wait_global_writes()\n"
 TARGET = "target = (INTER // BLOCK) * (1 + (valid > HALF).to(gl.int32))"
-PULLED = "            flags.add_one(pulled + row // BLOCK)\n"
+PULLED = "            flags.add(pulled + row // BLOCK, 1)\n"
 PULL = "            to_words = pool_words + place.to(gl.int64) * WORDS\n"
 FREE_LAST = "        mbarrier.arrive(empty.index(last), count=1)\n"
 
@@ -172,10 +182,22 @@ MEGA_BUGS = [
         "(2 * BLOCK + HALF) * BLOCK + HALF * 4, pred=two == 0",
         "3 * BLOCK * BLOCK + BLOCK * 4, pred=two == 0",
     ),
-    Bug("scales of other rows", FULL, "[k, row + HALF], bar", "[k, row], bar"),
-    Bug("a stage is not waited for", HALF, "    mbarrier.wait(empty.index(s), phase_of(it, STAGES) ^ 1)\n", ""),
+    Bug("scales of other rows", FULL, "[k + h, row + HALF], bar", "[k + h, row], bar"),
+    Bug("a stage is not waited for", HALF, "        mbarrier.wait(empty.index(s), phase_of(it + h, STAGES) ^ 1)\n", ""),
     Bug(
-        "a stage holds the scales of the block before", HALF, "gl.load(w_scales + k)", "gl.load(w_scales + k - (k > 0))"
+        "a stage holds the scales of the block before",
+        HALF,
+        "gl.load(w_scales + k + h)",
+        "gl.load(w_scales + k + h - (k > 0))",
+    ),
+    Bug("both stages hold the first's weights", PAIRS, "[row, (k + h) * BLOCK]", "[row, k * BLOCK]"),
+    Bug("both stages hold the first's scales", PAIRS, "gl.load(w_scales + k + h)", "gl.load(w_scales + k)"),
+    Bug("both stages hold the first's rows", PAIRS, "[row, (k + h) * STEP]", "[row, k * STEP]"),
+    Bug(
+        "every other pair of stages is left out",
+        LONG_PAIRS,
+        "range(start, LOOK, TOGETHER)",
+        "range(start, LOOK, 2 * TOGETHER)",
     ),
     Bug("both halves have the same scales", HALF, "+ n + half * (INTER // BLOCK)) * UP_K", "+ n + half * 0) * UP_K"),
     Bug("scales of another expert", HALF, "pointers = up_scales + (expert *", "pointers = up_scales + (0 *"),
@@ -215,6 +237,31 @@ MEGA_BUGS = [
         "(group + first) * pool_rows + place, value",
         "(group + first) * pool_rows, value",
     ),
+    # pulling early
+    Bug("early rows are counted before they are there", HALF, EARLY_COUNT, "", also=((EARLY_START, COUNTED_EARLY),)),
+    Bug("early rows are not counted", HALF, EARLY_COUNT, ""),
+    Bug("both consumers pull the same rows", HALF, "* 2 + C) * EARLY", "* 2) * EARLY"),
+    Bug(
+        "early rows are pulled again",
+        HALF,
+        "row = early_rows(early, pool_rows) + gl.program_id(0) * PULLERS",
+        "row = gl.program_id(0) * PULLERS",
+    ),
+    Bug("early rows of one's own", HALF, "deltas + (source >> TOKEN_BITS), mask", "deltas + source * 0, mask"),
+    Bug(
+        "early scales of another token",
+        HALF,
+        "TOKEN_BITS) - 1)).to(gl.int64) * SCALES",
+        "TOKEN_BITS) - 1)).to(gl.int64)",
+    ),
+    Bug(
+        "early scales of another row",
+        HALF,
+        "pool_rows)[None, :] + (row + once_more)",
+        "pool_rows)[None, :] + once_more",
+    ),
+    Bug("half an early row", HALF, "(col + start < WORDS)[None, :]", "(col + start < WORDS // 2)[None, :]"),
+    Bug("early rows only once", AGAIN, "row += gl.num_programs(0) * (2 * EARLY)", "row += pool_rows"),
     # consumers
     Bug(
         "a half tile's stages are kept",
@@ -290,14 +337,14 @@ MEGA_BUGS = [
 SEE_COMBINES = "epochs_ended(state + COMBINES))\n    _, _, needed"
 
 ROUTE_BUGS = [
-    Bug("GEMM 2 comes too early", HALF, "end + lag * group, num_blocks)", "end + (lag - 1) * group, num_blocks)"),
+    Bug("GEMM 2 comes too early", HALF, "first - lag, first + lag + 1)", "first - lag, first + lag)"),
     Bug("64 rows count as a full block", BORDER, "% ALIGN < ALIGN // 2)", "% ALIGN < ALIGN // 2 - 1)"),
     Bug("a kind of tiles is dealt from the start", TWO, "        place -= _share(downs, program, programs)\n", ""),
     Bug(
         "tiles of GEMM 2 first",
         FULL,
-        "tl.maximum(first - lag * group, 0), tl.minimum(end + lag * group, num_blocks))",
-        "num_blocks, 0)",
+        "tl.where(second == 0, first - lag, first + lag + 1)",
+        "tl.where(second == 0, num_blocks + group, 0)",
     ),
     Bug(
         "counters of rows are kept",

@@ -10,6 +10,7 @@ import torch
 from megamoe.config import MoEConfig
 from megamoe.kernels.mega_plan import (
     MegaSettings,
+    asked_together,
     choose_settings,
     least_pool_blocks,
     next_power_of_two,
@@ -86,7 +87,9 @@ def test_the_pool_does_not_grow_with_the_worst_case(precision, block_bytes):
         # Few tokens have room for all.
         if tokens != 512:
             assert (plan.pool_blocks == blocks) == (tokens <= 128)
-        plan.check_pool(choose_settings(tokens=tokens, ranks=8, top_k=8, num_experts=256, sms=132))
+        plan.check_pool(
+            choose_settings(tokens=tokens, ranks=8, top_k=8, num_experts=256, intermediate_size=2048, sms=132)
+        )
     large = deepseek(8192, precision)
     shapes = {region.name: region.shape for region in large.regions}
     assert shapes["rows"] == (large.pool_blocks * 128, 7168) and shapes["act"] == (large.pool_blocks * 128, 2048)
@@ -116,14 +119,14 @@ def test_grows_with_tokens_ranks_and_slots(precision):
         assert all(a <= b and c < d for (a, c), (b, d) in zip(measure, measure[1:], strict=False)), name
 
 
-@pytest.mark.parametrize(("group", "lag", "least"), [(1, 1, 2), (4, 2, 12), (8, 1, 16)])
+@pytest.mark.parametrize(("group", "lag", "least"), [(1, 1, 2), (4, 2, 6), (8, 12, 20)])
 def test_settings_that_need_a_larger_pool(group, lag, least):
     settings = MegaSettings(132, group, lag)
     assert least_pool_blocks(settings) == least
     block = 128 * 9504
     deepseek(8192, pool_bytes=least * block).check_pool(settings)
     small = deepseek(8192, pool_bytes=(least - 1) * block)
-    rule = f"(lag + 1) * group = {least} blocks of 128 rows for settings.lag = {lag} and settings.group = {group}"
+    rule = f"lag + group = {least} blocks of 128 rows for settings.lag = {lag} and settings.group = {group}"
     with fails(ValueError, "pool_bytes", (least - 1) * block, rule):
         small.check_pool(settings)
     # Where no block ever waits for a slot, no bound holds.
@@ -204,11 +207,32 @@ def test_sizes_that_do_not(arguments, words):
 
 def test_settings():
     """What was measured, at the sizes where it was."""
-    sizes = dict(ranks=2, top_k=8, num_experts=64, sms=132)
-    for tokens, order in {1: (8, 1), 128: (8, 1), 256: (8, 1), 257: (4, 2), 512: (4, 2), 8192: (4, 2)}.items():
-        settings = choose_settings(tokens=tokens, **sizes)
-        assert settings == MegaSettings(132, *order) == replace(settings, stages=4, skew=1, chunk=512)
-        assert choose_settings(tokens=tokens, **sizes, fp8=False) == replace(settings, lag=1, skew=2)
+    sizes = dict(ranks=2, top_k=8, num_experts=64, intermediate_size=2048, sms=132)
+    few = dict(together=2, early=4)
+    for tokens, fp8_lag, bf16_lag, others in (
+        (1, 8, 8, few), (256, 8, 8, few), (257, 12, 12, {}), (1024, 12, 12, {}), (1025, 16, 8, {}), (8192, 16, 8, {}),
+    ):  # fmt: skip
+        assert choose_settings(tokens=tokens, **sizes) == MegaSettings(132, 8, fp8_lag, **others)
+        assert choose_settings(tokens=tokens, **sizes, fp8=False) == MegaSettings(132, 8, bf16_lag, skew=2, **others)
+
+
+def test_blocks_of_k_that_are_asked_for_at_a_time():
+    two = MegaSettings(132, 8, 8, together=2)
+    for hidden, intermediate, precision, together in (
+        (256, 512, "fp8", 2), (384, 512, "fp8", 1), (256, 640, "fp8", 1), (384, 640, "bf16", 2),
+    ):  # fmt: skip
+        plan = plan_mega(memory(hidden, precision=precision), intermediate, 132)
+        assert asked_together(plan, two) == together and asked_together(plan, replace(two, together=1)) == 1
+        assert asked_together(plan, replace(two, stages=5)) == 1
+
+
+def test_lag_is_of_so_many_tiles():
+    sizes = dict(tokens=2048, ranks=2, top_k=8, num_experts=64)
+    for intermediate_size, lag in {128: 32, 768: 32, 1408: 24, 1536: 22, 2944: 11, 14336: 2, 18432: 1}.items():
+        for sms in (132, 78, 1):
+            chosen = choose_settings(**sizes, intermediate_size=intermediate_size, sms=sms)
+            # What holds for all SMs holds for fewer.
+            assert 1 <= chosen.lag <= lag and (sms < 132 or chosen.lag == lag)
 
 
 def test_next_power_of_two():

@@ -32,18 +32,29 @@ TWO = replace(ONE, ranks=2, experts=24)
 
 
 def test_the_smallest_pool_suffices_whatever_the_order(seed):
-    """Under every schedule, see ``mega_order``; and one program alone does not come round with less."""
+    """Under every schedule, see ``mega_order``."""
     sizes = itertools.product((1, 7, 40), (1, 2, 5), (1, 3), (1, 2, 3, 5, 16, 33), (1, 2, 4, 8), (1, 2, 3))
     generator = random.Random(seed)
     for blocks, ups, downs, programs, group, lag in sizes:
         share = generator.choice((0.0, 0.3, 1.0))
-        halves = [generator.random() < share for _ in range(blocks)]
-        order = order_of_tiles(halves, ups, downs, programs, group, lag)
+        experts: list[list[bool]] = []
+        while blocks > 0:
+            length = min(blocks, generator.choice((0, 1, 2, 5, 17)))
+            # The last block of an expert may be half full.
+            experts.append([False] * (length - 1) + [generator.random() < share] * min(length, 1))
+            blocks -= length
+        order = order_of_tiles(experts, ups, downs, programs, group, lag)
         least = least_pool_blocks(replace(SETTINGS, group=group, lag=lag))
         for pool in (least, least + 1, 2 * least):
-            assert not unfinished(order, ups, downs, pool), (blocks, ups, downs, programs, group, lag)
-        if programs == 1 and blocks >= least:
-            assert unfinished(order, ups, downs, least - 1)
+            assert not unfinished(order, ups, downs, pool), (experts, ups, downs, programs, group, lag)
+
+
+@pytest.mark.parametrize(("group", "lag"), [(1, 1), (1, 12), (8, 1), (5, 3), (8, 12)])
+def test_no_smaller_pool_suffices_for_all_orders(group, lag):
+    """One program, whose last group begins ``lag`` blocks after the first one, does not come round with less."""
+    order = order_of_tiles([[False]] * lag + [[False] * group], 2, 3, 1, group, lag)
+    least = least_pool_blocks(replace(SETTINGS, group=group, lag=lag))
+    assert unfinished(order, 2, 3, least - 1) and not unfinished(order, 2, 3, least)
 
 
 # ---------------------------------------------------------------- whole calls
@@ -87,7 +98,8 @@ def test_blocks_of_one_expert(fp8, seed):
 @pytest.mark.parametrize(("sms", "group", "lag", "more"), [(2, 2, 1, 0), (5, 1, 2, 0), (3, 2, 2, 0), (4, 1, 1, 1)])
 def test_settings(sms, group, lag, more, seed):
     """``more`` blocks than the smallest pool."""
-    settings = replace(SETTINGS, sms=sms, group=group, lag=lag)
+    # More rows than the pool has are not pulled early.
+    settings = replace(SETTINGS, sms=sms, group=group, lag=lag, early=500 * more)
     pool = least_pool_blocks(settings) + more
     run_calls(replace(ONE, fp8=sms % 2 == 0), "pct", seed, [([14], "each")], pool_blocks=pool, settings=settings)
 
@@ -155,7 +167,7 @@ AWAIT = "flags.wait_for_counter(consumed + before, reads, before, phase, error, 
 TELL = "            told = tell_read(bars, told, second, C)\n"
 TOLD = "            mbarrier.wait(results_full.index(0), turn0 & 1)\n"
 FREE = "            mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)\n            mbarrier.arrive"
-COUNT = "            flags.add_one(consumed + block)\n"
+COUNT = "            flags.add(consumed + block, 1)\n"
 
 SHARED_BUGS = [
     Bug("no wait before a slot is filled again", EACH, WAIT, "            if row < 0:\n"),
@@ -187,8 +199,8 @@ SHARED_BUGS = [
     Bug(
         "rows are counted for the slot",
         EACH,
-        "flags.add_one(pulled + row // BLOCK)",
-        "flags.add_one(pulled + place // BLOCK)",
+        "flags.add(pulled + row // BLOCK, 1)",
+        "flags.add(pulled + place // BLOCK, 1)",
     ),
     Bug(
         "the loader knows no slots",

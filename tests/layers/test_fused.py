@@ -353,7 +353,7 @@ CASES = {
     ),
     "rows": (dict(num_rows=100), ValueError, "num_rows", 100, "must be at least 128"),
     "pool": (
-        dict(pool_bytes=128 * 396), ValueError, "pool_bytes", 128 * 396, "must hold (lag + 1) * group = 2 blocks"
+        dict(pool_bytes=128 * 396), ValueError, "pool_bytes", 128 * 396, "must hold lag + group = 2 blocks"
     ),
     "settings": (dict(settings=4), TypeError, "settings", "int", "must be a MegaSettings"),
     "skew": (

@@ -13,32 +13,41 @@ Tile = tuple[int, int]
 
 
 def order_of_tiles(
-    halves: Sequence[bool], ups: int, downs: int, programs: int, group: int, lag: int
+    experts: Sequence[Sequence[bool]], ups: int, downs: int, programs: int, group: int, lag: int
 ) -> list[list[Tile]]:
     """Each program's tiles in their order, as ``triton_route`` describes it.
 
     Args:
-        halves: of each block, whether it has at most 64 rows.
+        experts: of each block of each expert, whether it has at most 64 rows.
     """
-    groups = [range(first, min(first + group, len(halves))) for first in range(0, len(halves), group)]
+    halves = [half for blocks in experts for half in blocks]
+    groups = []
+    for blocks in experts:
+        if blocks:
+            length = -(-len(blocks) // -(-len(blocks) // group))
+            first = groups[-1].stop if groups else 0
+            end = first + len(blocks)
+            groups += [range(start, min(start + length, end)) for start in range(first, end, length)]
     sizes = [columns * halves.count(half) for columns in (ups, downs) for half in (False, True)]
     numbers = [sum(sizes[:kind]) for kind in range(4)]
     order: list[list[Tile]] = [[] for _ in range(programs)]
 
-    def deal(second: int, g: int) -> None:
+    def deal(second: int, blocks: range) -> None:
         for half in (False, True):
             for _ in range((ups, downs)[second]):
-                for block in groups[g]:
+                for block in blocks:
                     if halves[block] == half:
                         order[numbers[2 * second + half] % programs].append((second, block))
                         numbers[2 * second + half] += 1
 
-    for g in range(len(groups) + lag + 1):
-        if g < len(groups):
-            deal(0, g)
-        # Once GEMM 1 is lag groups ahead.
-        if 0 <= g - lag < len(groups):
-            deal(1, g - lag)
+    done = 0
+    for blocks in groups:
+        while done < len(groups) and groups[done].start + lag < blocks.start:
+            deal(1, groups[done])
+            done += 1
+        deal(0, blocks)
+    for blocks in groups[done:]:
+        deal(1, blocks)
     return order
 
 

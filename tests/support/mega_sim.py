@@ -248,6 +248,6 @@ def check_tables(world: MegaWorld, tokens: list[Tokens], rank: int, settings: Me
         assert max(share) - min(share) <= 1
     # The order that programs come to the end of with the smallest pool.
     short = [[tile[:2] for tile in mine] for mine in order]
-    halves = [height <= 64 for height in heights]
-    assert short == order_of_tiles(halves, ups, downs, programs, settings.group, settings.lag)
+    experts = [[h <= 64 for h, expert in zip(heights, owner, strict=True) if expert == e] for e in range(sizes.local)]
+    assert short == order_of_tiles(experts, ups, downs, programs, settings.group, settings.lag)
     assert not unfinished(short, ups, downs, least_pool_blocks(settings))

@@ -33,15 +33,15 @@ def fence_proxies():
 
 
 @gluon.jit
-def add_one(counter):
-    """Counts what the lanes of this warp have done."""
-    # Scalar asm runs in every lane: they meet, then one of them counts.
+def add(counter, amount):
+    """Counts what the lanes of this warp have done; of tensors with an element for each warp, what each warp has."""
+    # Asm on scalars, or on an element of a warp's, runs in every lane: they meet, then one of them counts.
     gl.inline_asm_elementwise(
         """{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0;
         fence.proxy.async; bar.warp.sync 0xffffffff;
         @p red.release.gpu.global.add.u32 [$1], $2; mov.u32 $0, 0; }""",
         "=r,l,r,~{memory}",
-        [counter, 1],
+        [counter, amount],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

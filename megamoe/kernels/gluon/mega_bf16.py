@@ -23,6 +23,7 @@ from megamoe.kernels.gluon.mega_pieces import (
     RESULTS_LAYOUT,
     end_of_tiles,
     load_tiles,
+    pull_early_rows,
     pull_rows,
     read_tile,
     routing_weights,
@@ -109,9 +110,9 @@ def finish_tile(
 
 @gluon.jit
 def consume(
-    bars, bufs, d_bufs, tables, slots, biases, clamp, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr,
-    SKEW: gl.constexpr, LEADS: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr,
-    C: gl.constexpr,
+    bars, bufs, d_bufs, tables, counters, peers, pool_words, slots, biases, early, pool_rows, clamp, H: gl.constexpr,
+    INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, LEADS: gl.constexpr, ACTIVATION: gl.constexpr,
+    CLAMP: gl.constexpr, BIAS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C, rows 64 C .. 64 C + 63 of each tile: consumer 1 stays behind consumer 0."""
     full, empty, lead, results_full, results_empty = bars
@@ -122,6 +123,7 @@ def consume(
     # That of half the sums.
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     LR: gl.constexpr = gl.SliceLayout(1, L)
+    pull_early_rows(tables, counters, peers, pool_words, pool_words, early, pool_rows, H, False, C)
     end = end_of_tiles(sizes, H, INTER)
     place = gl.program_id(0)
     it0 = 0
@@ -158,13 +160,13 @@ def consume(
 # ---------------------------------------------------------------- the kernel
 
 
-@gluon.jit(do_not_specialize=["budget_ns", "clamp"])
+@gluon.jit(do_not_specialize=["budget_ns", "clamp", "early"])
 def mega_moe_bf16_kernel(
     rows_desc, up_desc, act_desc, down_desc, store_desc, tiles, sizes, row_source, row_target, row_weights, pulled,
-    finished, consumed, error, budget_ns, deltas, words, slots, pool_words, up_bias, down_bias, pool_rows, clamp,
-    H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, CHUNK: gl.constexpr,
-    ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    finished, consumed, error, budget_ns, deltas, words, slots, pool_words, up_bias, down_bias, early, pool_rows,
+    clamp, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, TOGETHER: gl.constexpr,
+    CHUNK: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """One launch; e local experts, P rows at most, S rows of the pool.
 
@@ -175,7 +177,7 @@ def mega_moe_bf16_kernel(
         row_source, row_target, row_weights: [P], see ``triton_route``.
         pulled, finished, consumed: int32 [P / 128], zeros.
         error, budget_ns, deltas: as in ``PeerMemory``. words, slots: my part of the symmetric memory.
-        pool_words: the same memory as the descriptor's. pool_rows: S, a multiple of 128.
+        pool_words: the same memory as the descriptor's. early, pool_rows: as in ``mega_moe_kernel``.
         up_bias, down_bias: with BIAS, as in ``mega_moe_kernel``.
     """
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, HALF, HALF], rows_desc.layout)
@@ -216,21 +218,24 @@ def mega_moe_bf16_kernel(
             (
                 consume,
                 (
-                    bars, bufs, d_bufs, tables, slots, biases, clamp, H, INTER, STAGES, SKEW, LEADS, ACTIVATION, CLAMP,
-                    BIAS, 0,
+                    bars, bufs, d_bufs, tables, counters, peers, pool_words, slots, biases, early, pool_rows, clamp, H,
+                    INTER, STAGES, SKEW, LEADS, ACTIVATION, CLAMP, BIAS, 0,
                 ),
             ),
             (
                 consume,
                 (
-                    bars, bufs, d_bufs, tables, slots, biases, clamp, H, INTER, STAGES, SKEW, LEADS, ACTIVATION, CLAMP,
-                    BIAS, 1,
+                    bars, bufs, d_bufs, tables, counters, peers, pool_words, slots, biases, early, pool_rows, clamp, H,
+                    INTER, STAGES, SKEW, LEADS, ACTIVATION, CLAMP, BIAS, 1,
                 ),
             ),
-            (load_tiles, (descs, tables, bars, bufs, tables, counters, waits, pool_rows, H, INTER, STAGES, False)),
+            (
+                load_tiles,
+                (descs, tables, bars, bufs, tables, counters, waits, pool_rows, H, INTER, STAGES, TOGETHER, False),
+            ),
             (store_tiles, (store_desc, bars, d_bufs, tables, counters, pool_rows, H, INTER, None)),
-            (pull_rows, (tables, counters, waits, peers, pool_words, pool_words, pool_rows, H, CHUNK, False, 0)),
-            (pull_rows, (tables, counters, waits, peers, pool_words, pool_words, pool_rows, H, CHUNK, False, 1)),
+            (pull_rows, (tables, counters, waits, peers, pool_words, pool_words, early, pool_rows, H, CHUNK, False, 0)),
+            (pull_rows, (tables, counters, waits, peers, pool_words, pool_words, early, pool_rows, H, CHUNK, False, 1)),
         ],
         [4, 1, 1, 1, 1],
         [CONSUMER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS],

@@ -42,6 +42,7 @@ from megamoe.kernels.gluon.mega_pieces import (
     load_tiles,
     phase_of,
     pool_row,
+    pull_early_rows,
     pull_rows,
     read_tile,
     routing_weights,
@@ -174,9 +175,9 @@ def finish_tile(
 
 @gluon.jit
 def consume(
-    bars, bufs, d_bufs, tables, slots, act_scales, biases, pool_rows, clamp, H: gl.constexpr, INTER: gl.constexpr,
-    STAGES: gl.constexpr, LEADS: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr,
-    CODES: gl.constexpr, C: gl.constexpr,
+    bars, bufs, d_bufs, tables, counters, peers, pool, slots, act_scales, biases, early, pool_rows, clamp,
+    H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr, LEADS: gl.constexpr, ACTIVATION: gl.constexpr,
+    CLAMP: gl.constexpr, BIAS: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C, rows 64 C .. 64 C + 63 of each tile: consumer 1 stays behind consumer 0."""
     full, empty, lead, results_full, results_empty = bars
@@ -185,6 +186,7 @@ def consume(
     DOWN_K: gl.constexpr = INTER // BLOCK
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     LR: gl.constexpr = gl.SliceLayout(1, L)
+    pull_early_rows(tables, counters, peers, pool[0], pool[1], early, pool_rows, H, True, C)
     end = end_of_tiles(sizes, H, INTER)
     place = gl.program_id(0)
     it0 = 0
@@ -222,13 +224,14 @@ def consume(
 # ---------------------------------------------------------------- the kernel
 
 
-@gluon.jit(do_not_specialize=["budget_ns", "clamp"])
+@gluon.jit(do_not_specialize=["budget_ns", "clamp", "early"])
 def mega_moe_kernel(
     rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc, tiles, sizes, row_source, row_target,
     row_weights, pulled, finished, consumed, error, budget_ns, deltas, words, scales, slots, pool_words, pool_scales,
-    act_scales, up_scales, down_scales, up_bias, down_bias, pool_rows, clamp, H: gl.constexpr, INTER: gl.constexpr,
-    STAGES: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    act_scales, up_scales, down_scales, up_bias, down_bias, early, pool_rows, clamp, H: gl.constexpr,
+    INTER: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr,
+    CLAMP: gl.constexpr, BIAS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """One launch; e local experts, P rows at most, S rows of the pool.
 
@@ -244,7 +247,7 @@ def mega_moe_kernel(
         up_scales, down_scales: fp32 [e, 2 I / 128, H / 128] and [e, H / 128, I / 128].
         up_bias, down_bias: with BIAS, fp32 or bf16 [e, 2 I] and [e, H]: what the sums start from. Routing weights then
             multiply the rows that are sent, not the activations.
-        pool_rows: S, a multiple of 128.
+        early: turns in which each consumer pulls four rows. pool_rows: S, a multiple of 128.
     """
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, HALF, BLOCK], rows_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, BLOCK, BLOCK], up_desc.layout)
@@ -277,6 +280,7 @@ def mega_moe_kernel(
     descs = (rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc)
     waits = (error, budget_ns)
     biases = (up_bias, down_bias)
+    pool = (pool_words, pool_scales)
     CODES: gl.constexpr = rows_desc.layout
     # Barriers and shared memory are made ready while the tables are still being written.
     pieces.wait_for_previous_kernel()
@@ -285,27 +289,27 @@ def mega_moe_kernel(
             (
                 consume,
                 (
-                    bars, bufs, d_bufs, tables, slots, act_scales, biases, pool_rows, clamp, H, INTER, STAGES, LEADS,
-                    ACTIVATION, CLAMP, BIAS, CODES, 0,
+                    bars, bufs, d_bufs, tables, counters, peers, pool, slots, act_scales, biases, early, pool_rows,
+                    clamp, H, INTER, STAGES, LEADS, ACTIVATION, CLAMP, BIAS, CODES, 0,
                 ),
             ),
             (
                 consume,
                 (
-                    bars, bufs, d_bufs, tables, slots, act_scales, biases, pool_rows, clamp, H, INTER, STAGES, LEADS,
-                    ACTIVATION, CLAMP, BIAS, CODES, 1,
+                    bars, bufs, d_bufs, tables, counters, peers, pool, slots, act_scales, biases, early, pool_rows,
+                    clamp, H, INTER, STAGES, LEADS, ACTIVATION, CLAMP, BIAS, CODES, 1,
                 ),
             ),
             (
                 load_tiles,
                 (
                     descs, (up_scales, down_scales), bars, bufs, tables, counters, waits, pool_rows, H, INTER, STAGES,
-                    True,
+                    TOGETHER, True,
                 ),
             ),
             (store_tiles, (act_desc, bars, d_bufs, tables, counters, pool_rows, H, INTER, CODES)),
-            (pull_rows, (tables, counters, waits, peers, pool_words, pool_scales, pool_rows, H, CHUNK, True, 0)),
-            (pull_rows, (tables, counters, waits, peers, pool_words, pool_scales, pool_rows, H, CHUNK, True, 1)),
+            (pull_rows, (tables, counters, waits, peers, pool_words, pool_scales, early, pool_rows, H, CHUNK, True, 0)),
+            (pull_rows, (tables, counters, waits, peers, pool_words, pool_scales, early, pool_rows, H, CHUNK, True, 1)),
         ],
         [4, 1, 1, 1, 1],
         [CONSUMER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS],

@@ -21,6 +21,10 @@ PEEK = gl.constexpr(4)
 """Stages before the end of a tile at which the loader looks whether the next one is ready."""
 
 PULLERS = gl.constexpr(2)
+
+EARLY = gl.constexpr(4)
+"""Rows that a consumer pulls at once: its warps."""
+
 NO_TARGET = gl.constexpr(-(1 << 62))
 """Target of a padding row."""
 
@@ -113,42 +117,56 @@ def weight_scales(word, scales, H: gl.constexpr, INTER: gl.constexpr):
 
 @gluon.jit
 def load_weights(
-    it, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES: gl.constexpr, SCALED: gl.constexpr
+    it, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+    SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Asks for both halves' columns of a K block, once the stage is free, and SCALED puts their scales beside them."""
+    """Asks for both halves' columns of TOGETHER blocks of K, once their stages are free, and SCALED puts their scales
+    beside them. So many times 128 bytes of each row are contiguous, which suits DRAM."""
     full, empty, lead, results_full, results_empty = bars
-    s = stage_of(it, STAGES)
+    values = ()
     if SCALED:
-        values = gl.load(w_scales + k)
-    mbarrier.wait(empty.index(s), phase_of(it, STAGES) ^ 1)
-    # The byte count is a compile-time one.
+        for h in gl.static_range(TOGETHER):
+            values = values + (gl.load(w_scales + k + h),)
+    for h in gl.static_range(TOGETHER):
+        s = stage_of(it + h, STAGES)
+        mbarrier.wait(empty.index(s), phase_of(it + h, STAGES) ^ 1)
+        # The byte count is a compile-time one.
+        if SCALED:
+            mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK + BLOCK * 4, pred=two)
+            mbarrier.expect(full.index(s), (2 * BLOCK + HALF) * BLOCK + HALF * 4, pred=two == 0)
+        else:
+            mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK, pred=two)
+            mbarrier.expect(full.index(s), (2 * BLOCK + HALF) * BLOCK, pred=two == 0)
+    for half in gl.static_range(2):
+        row = first if half == 0 else second
+        for h in gl.static_range(TOGETHER):
+            s = stage_of(it + h, STAGES)
+            if SCALED:
+                tma_load(b_desc, [row, (k + h) * BLOCK], full.index(s), bufs[1].index(s * 2 + half))
+            else:
+                tma_load(b_desc, [row, (k + h) * HALF], full.index(s), bufs[1].index(s).slice(half * BLOCK, BLOCK, 0))
     if SCALED:
-        mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK + BLOCK * 4, pred=two)
-        mbarrier.expect(full.index(s), (2 * BLOCK + HALF) * BLOCK + HALF * 4, pred=two == 0)
-        tma_load(b_desc, [first, k * BLOCK], full.index(s), bufs[1].index(s * 2))
-        tma_load(b_desc, [second, k * BLOCK], full.index(s), bufs[1].index(s * 2 + 1))
-        bufs[3].index(s).store(values)
-        mbarrier.arrive(full.index(s), count=1)
-    else:
-        mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK, pred=two)
-        mbarrier.expect(full.index(s), (2 * BLOCK + HALF) * BLOCK, pred=two == 0)
-        tma_load(b_desc, [first, k * HALF], full.index(s), bufs[1].index(s).slice(0, BLOCK, 0))
-        tma_load(b_desc, [second, k * HALF], full.index(s), bufs[1].index(s).slice(BLOCK, BLOCK, 0))
+        for h in gl.static_range(TOGETHER):
+            s = stage_of(it + h, STAGES)
+            bufs[3].index(s).store(values[h])
+            mbarrier.arrive(full.index(s), count=1)
 
 
 @gluon.jit
 def load_rows(
-    it, row, k, two, a_desc, scales_desc, bars, bufs, STAGES: gl.constexpr, SCALED: gl.constexpr
+    it, row, k, two, a_desc, scales_desc, bars, bufs, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+    SCALED: gl.constexpr,
 ):  # fmt: skip
     """Asks for the rows, and SCALED for their scales; of a half tile only for the upper half's."""
     STEP: gl.constexpr = BLOCK if SCALED else HALF
-    s = stage_of(it, STAGES)
-    bar = bars[0].index(s)
-    tma_load(a_desc, [row, k * STEP], bar, bufs[0].index(s * 2))
-    tma_load(a_desc, [row + HALF, k * STEP], bar, bufs[0].index(s * 2 + 1), pred=two)
-    if SCALED:
-        tma_load(scales_desc, [k, row], bar, bufs[2].index(s * 2))
-        tma_load(scales_desc, [k, row + HALF], bar, bufs[2].index(s * 2 + 1), pred=two)
+    for h in gl.static_range(TOGETHER):
+        s = stage_of(it + h, STAGES)
+        bar = bars[0].index(s)
+        tma_load(a_desc, [row, (k + h) * STEP], bar, bufs[0].index(s * 2))
+        tma_load(a_desc, [row + HALF, (k + h) * STEP], bar, bufs[0].index(s * 2 + 1), pred=two)
+        if SCALED:
+            tma_load(scales_desc, [k + h, row], bar, bufs[2].index(s * 2))
+            tma_load(scales_desc, [k + h, row + HALF], bar, bufs[2].index(s * 2 + 1), pred=two)
 
 
 @gluon.jit
@@ -168,40 +186,41 @@ def counter_of(word, block, pulled, finished, INTER: gl.constexpr):
 @gluon.jit
 def load_tile(
     it, ready, awaited, block, following, row, first, second, two, a_desc, scales_desc, b_desc, w_scales, bars, bufs,
-    waits, NK: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr,
+    waits, NK: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Feeds one tile. Returns whether the ``following`` one's rows are there, as seen near the end of this one."""
     error, budget_ns = waits
     AHEAD: gl.constexpr = STAGES if STAGES < NK else NK
     LOOK: gl.constexpr = NK - PEEK if NK > PEEK + AHEAD else AHEAD
+    gl.static_assert(NK % TOGETHER == 0 and STAGES % TOGETHER == 0 and PEEK % TOGETHER == 0)
     start = 0
     if ready == 0:
         if flags.load_counter(awaited[0]) < awaited[1]:
-            for k in range(AHEAD):
-                load_weights(it + k, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES, SCALED)
+            for k in range(0, AHEAD, TOGETHER):
+                load_weights(it + k, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES, TOGETHER, SCALED)
             flags.wait_for_counter(awaited[0], awaited[1], block, awaited[2], error, budget_ns, False)
-            for k in range(AHEAD):
-                load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, SCALED)
+            for k in range(0, AHEAD, TOGETHER):
+                load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, TOGETHER, SCALED)
             start = AHEAD + 0
         else:
             flags.fence_proxies()
-    for k in range(start, LOOK):
-        load_weights(it + k, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES, SCALED)
-        load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, SCALED)
+    for k in range(start, LOOK, TOGETHER):
+        load_weights(it + k, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES, TOGETHER, SCALED)
+        load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, TOGETHER, SCALED)
     next_ready = 0
     if flags.load_counter(following[0]) >= following[1]:
         next_ready = 1
         flags.fence_proxies()
-    for k in range(LOOK, NK):
-        load_weights(it + k, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES, SCALED)
-        load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, SCALED)
+    for k in range(LOOK, NK, TOGETHER):
+        load_weights(it + k, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES, TOGETHER, SCALED)
+        load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, TOGETHER, SCALED)
     return next_ready
 
 
 @gluon.jit
 def load_tiles(
     descs, scales, bars, bufs, tables, counters, waits, pool_rows, H: gl.constexpr, INTER: gl.constexpr,
-    STAGES: gl.constexpr, SCALED: gl.constexpr,
+    STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """The loader. ``scales``: pointers to those of both weights. Without SCALED anything stands for scales."""
     rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc = descs
@@ -231,7 +250,7 @@ def load_tiles(
             gate = expert * (2 * INTER) + n * BLOCK
             ready = load_tile(
                 it, ready, awaited, this, following, row, gate, gate + INTER, two, rows_desc, row_scales_desc, up_desc,
-                w_scales, bars, bufs, waits, UP_K, STAGES, SCALED,
+                w_scales, bars, bufs, waits, UP_K, STAGES, TOGETHER, SCALED,
             )  # fmt: skip
             it += UP_K
         else:
@@ -239,7 +258,7 @@ def load_tiles(
             col = expert * H + n * (2 * BLOCK)
             ready = load_tile(
                 it, ready, awaited, this, following, row, col, col + BLOCK, two, act_desc, act_scales_desc, down_desc,
-                w_scales, bars, bufs, waits, DOWN_K, STAGES, SCALED,
+                w_scales, bars, bufs, waits, DOWN_K, STAGES, TOGETHER, SCALED,
             )  # fmt: skip
             it += DOWN_K
         awaited = following
@@ -260,7 +279,7 @@ def store_half(act_desc, d_bufs, bars, turn, row, n, counter, CODES: gl.constexp
     tma_store(act_desc, [row + C * HALF, n * BLOCK], act)
     wait_global_writes()
     mbarrier.arrive(results_empty.index(C), count=1)
-    flags.add_one(counter)
+    flags.add(counter, 1)
 
 
 @gluon.jit
@@ -288,7 +307,7 @@ def store_tiles(
         else:
             mbarrier.wait(results_full.index(0), turn0 & 1)
             mbarrier.arrive(results_empty.index(0), count=1)
-            flags.add_one(consumed + block)
+            flags.add(consumed + block, 1)
             turn0 += 1
         place += gl.num_programs(0)
 
@@ -297,8 +316,67 @@ def store_tiles(
 
 
 @gluon.jit
+def early_rows(early, pool_rows):
+    """Rows that consumers pull, ``early`` times four each, before there is anything to compute; for none of them there
+    was another one in its slot."""
+    return gl.minimum(early * (2 * EARLY) * gl.num_programs(0), pool_rows)
+
+
+@gluon.jit
+def pull_early_rows(
+    tables, counters, peers, pool_words, pool_scales, early, pool_rows, H: gl.constexpr, SCALED: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Consumer C: four rows at a time, one for each of its warps, which have the registers for much of a row."""
+    tiles, sizes, row_source, row_target, row_weights = tables
+    pulled, finished, consumed = counters
+    deltas, words, scales = peers
+    WORDS: gl.constexpr = H // 4 if SCALED else H // 2
+    SCALES: gl.constexpr = H // BLOCK if SCALED else 0
+    PIECE: gl.constexpr = 2048 if WORDS > 1024 else (1024 if WORDS > 512 else (512 if WORDS > 256 else 256))
+    VECTORS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    SINGLES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    four = gl.arange(0, EARLY, layout=gl.SliceLayout(1, VECTORS))
+    col = gl.arange(0, PIECE, layout=gl.SliceLayout(0, VECTORS))
+    group = gl.arange(0, 64, layout=gl.SliceLayout(0, SINGLES))
+    end = gl.minimum(gl.load(sizes), early_rows(early, pool_rows))
+    row = (gl.program_id(0) * 2 + C) * EARLY
+    while row < end:
+        # Padding follows an expert's last row.
+        if gl.load(row_source + row) >= 0:
+            source = gl.load(row_source + row + four)
+            here = source >= 0
+            # As a multiple of whole elements, so that the compiler knows that 16-byte alignment is kept.
+            delta = gl.load(deltas + (source >> TOKEN_BITS), mask=here, other=0) * 4
+            token = (source & ((1 << TOKEN_BITS) - 1)).to(gl.int64)
+            singles = ()
+            once_more = gl.arange(0, EARLY, layout=gl.SliceLayout(1, SINGLES))
+            if SCALED:
+                source1 = gl.load(row_source + row + once_more)
+                delta1 = gl.load(deltas + (source1 >> TOKEN_BITS), mask=source1 >= 0, other=0) * 4
+                from_scales = scales + delta1 + (source1 & ((1 << TOKEN_BITS) - 1)).to(gl.int64) * SCALES
+                for first in gl.static_range(0, SCALES, 64):
+                    inside = (source1 >= 0)[:, None] & (group + first < SCALES)[None, :]
+                    value = gl.load(from_scales[:, None] + (group + first)[None, :], mask=inside)
+                    singles = singles + (value,)
+            from_words = words + delta + token * WORDS
+            to_words = pool_words + (row + four).to(gl.int64) * WORDS
+            for start in gl.static_range(0, WORDS, PIECE):
+                inside = here[:, None] & (col + start < WORDS)[None, :]
+                piece = gl.load(from_words[:, None] + (col + start)[None, :], mask=inside)
+                gl.store(to_words[:, None] + (col + start)[None, :], piece, mask=inside)
+            if SCALED:
+                for first in gl.static_range(0, SCALES, 64):
+                    inside = (source1 >= 0)[:, None] & (group + first < SCALES)[None, :]
+                    place = ((group + first) * pool_rows)[None, :] + (row + once_more)[:, None]
+                    gl.store(pool_scales + place, singles[first // 64], mask=inside)
+            flags.add(pulled + (row + four) // BLOCK, here.to(gl.int32))
+        row += gl.num_programs(0) * (2 * EARLY)
+
+
+@gluon.jit
 def pull_rows(
-    tables, counters, waits, peers, pool_words, pool_scales, pool_rows, H: gl.constexpr, CHUNK: gl.constexpr,
+    tables, counters, waits, peers, pool_words, pool_scales, early, pool_rows, H: gl.constexpr, CHUNK: gl.constexpr,
     SCALED: gl.constexpr, J: gl.constexpr,
 ):  # fmt: skip
     """One warp: every ``num_programs * PULLERS``-th row from the rank of its token, SCALED with scales.
@@ -315,7 +393,7 @@ def pull_rows(
     col = gl.arange(0, CHUNK, layout=VECTORS)
     group = pieces.lanes(64)
     used = gl.load(sizes)
-    row = gl.program_id(0) * PULLERS + J
+    row = early_rows(early, pool_rows) + gl.program_id(0) * PULLERS + J
     while row < used:
         source = gl.load(row_source + row)
         if source >= 0:
@@ -338,7 +416,7 @@ def pull_rows(
             for start in range(0, WORDS, CHUNK):
                 chunk = gl.load(from_words + start + col, mask=col + start < WORDS)
                 gl.store(to_words + start + col, chunk, mask=col + start < WORDS)
-            flags.add_one(pulled + row // BLOCK)
+            flags.add(pulled + row // BLOCK, 1)
         row += gl.num_programs(0) * PULLERS
 
 
