@@ -127,6 +127,8 @@ def variants(chosen: MegaSettings, sweep: bool, fp8: bool = True) -> Iterator[tu
     if sweep:
         group, lag = chosen.group, chosen.lag
         others = [(group // 2, lag), (2 * group, lag), (group, lag // 2), (group, lag * 3 // 2), (group, 2 * lag)]
+        # All of a large expert together.
+        others += [(3 * group, lag * 3 // 2)]
         for group, lag in dict.fromkeys((max(1, group), max(1, lag)) for group, lag in others):
             if (group, lag) != (chosen.group, chosen.lag):
                 yield f"mega {group},{lag}", replace(chosen, group=group, lag=lag)
@@ -134,6 +136,10 @@ def variants(chosen: MegaSettings, sweep: bool, fp8: bool = True) -> Iterator[tu
             if skew != chosen.skew:
                 yield f"mega skew {skew}", replace(chosen, skew=skew)
         yield "mega chunk 1024", replace(chosen, chunk=1024)
+        yield "mega together 2", replace(chosen, together=2)
+        for early in (0, 1, 4):
+            if early != chosen.early:
+                yield f"mega early {early}", replace(chosen, early=early)
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,7 @@ def choose_settings(
 
     Weights are read from memory once if an expert's blocks are computed together, while L2 holds the rows of 8. GEMM 2
     trails by as many blocks as all SMs compute tiles of GEMM 1 of at once, so that nobody waits for it, and by more
-    where an expert has some blocks, and in FP8 many. Where most blocks are nearly empty, weights come from memory at
-    its full rate, if longer pieces of their rows are asked for.
+    where an expert has some blocks, and in FP8 many.
 
     Args:
         tokens: T, at most of any rank. intermediate_size: I. sms: SMs of the device. fp8: or BF16.
@@ -81,7 +80,7 @@ def choose_settings(
     # In BF16 the skew of its grouped GEMM.
     skew = 1 if fp8 else 2
     if rows <= 64:
-        return MegaSettings(sms=sms, group=8, lag=_lag(sms, intermediate_size), skew=skew, together=2, early=4)
+        return MegaSettings(sms=sms, group=8, lag=_lag(sms, intermediate_size), skew=skew, early=4)
     tiles = sms * 3 // 2 if rows <= 256 else sms * 2 if fp8 else sms
     return MegaSettings(sms=sms, group=8, lag=_lag(tiles, intermediate_size), skew=skew)
 

@@ -52,9 +52,9 @@ class Crossover:
 
 CROSSOVERS = (
     Crossover(1, 1, 128, "1.03 to 1.9 x separate kernels, 1 to 128 tokens on one H200, in runs of their own"),
-    Crossover(2, 1, None, "1.00 to 1.29 x separate kernels, 1 to 8192 tokens on 2 H200"),
+    Crossover(2, 1, None, "1.01 to 1.28 x separate kernels, 1 to 8192 tokens on 2 H200"),
     Crossover(1, 1, 0, "on one rank nothing travels that the mega-kernel could hide; not measured", "bf16"),
-    Crossover(2, 8192, None, "1.07 x separate kernels with 8192 tokens on 2 H200, 0.98 x with 2048", "bf16"),
+    Crossover(2, 2048, None, "1.09 to 1.11 x separate kernels, 2048 to 8192 tokens on 2 H200, 0.83 x with 512", "bf16"),
 )
 """By precision and ascending number of ranks, from ``bench mega``."""
 

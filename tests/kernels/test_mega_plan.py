@@ -208,7 +208,7 @@ def test_sizes_that_do_not(arguments, words):
 def test_settings():
     """What was measured, at the sizes where it was."""
     sizes = dict(ranks=2, top_k=8, num_experts=64, intermediate_size=2048, sms=132)
-    few = dict(together=2, early=4)
+    few = dict(early=4)
     for tokens, fp8_lag, bf16_lag, others in (
         (1, 8, 8, few), (256, 8, 8, few), (257, 12, 12, {}), (1024, 12, 12, {}), (1025, 16, 8, {}), (8192, 16, 8, {}),
     ):  # fmt: skip

@@ -74,8 +74,8 @@ def test_precisions_are_measured_apart():
         (bf16, 8, PathChoice("fused", "numbers")),
     ]:
         assert choose(replace(config, max_tokens_per_rank=tokens), crossovers=table) == wanted
-    assert choose(replace(bf16, max_tokens_per_rank=2048)).path == "staged"
-    assert choose(replace(bf16, max_tokens_per_rank=8192)).path == "fused"
+    assert choose(replace(bf16, max_tokens_per_rank=2047)).path == "staged"
+    assert choose(replace(bf16, max_tokens_per_rank=2048)).path == "fused"
 
 
 def test_biases_need_no_other_path():
