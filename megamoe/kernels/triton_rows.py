@@ -136,4 +136,7 @@ def pull(
             value = read_words(words, delta, token, last >= 0, c, WORDS, COLS)
             write_words(value, rows, table, token, mask, out_words, c, WORDS, K, COLS, KEEP)
         if SCALES > 0:
-            write_scales(row_scales, rows, table, token, mask, out_scales, scale_stride, SCALES, K, SCALE_COLS, KEEP)
+            # Their layout is another one, in which rows take registers of their own.
+            write_scales(
+                row_scales, rows, table, token, mask, out_scales, scale_stride, SCALES, K, SCALE_COLS, KEEP and ROWS <= 2
+            )
