@@ -136,7 +136,6 @@ def pull(
             value = read_words(words, delta, token, last >= 0, c, WORDS, COLS)
             write_words(value, rows, table, token, mask, out_words, c, WORDS, K, COLS, KEEP)
         if SCALES > 0:
-            # Their layout is another one, in which rows take registers of their own.
-            write_scales(
-                row_scales, rows, table, token, mask, out_scales, scale_stride, SCALES, K, SCALE_COLS, KEEP and ROWS <= 2
-            )
+            # Many tokens' rows take registers of their own in this layout.
+            FEW: tl.constexpr = KEEP and ROWS <= 2
+            write_scales(row_scales, rows, table, token, mask, out_scales, scale_stride, SCALES, K, SCALE_COLS, FEW)
