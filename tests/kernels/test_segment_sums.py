@@ -66,8 +66,9 @@ counts = [param.values[0] for param in COUNTS] + [[1] * 130]
 for number, each in enumerate(counts):
     layout = layout_of(each, spare=128)
     dtype = (torch.float32, torch.bfloat16, torch.float64)[number % 3]
-    # Many experts have many rows, which are slow here: one block of columns.
+    # Many experts have many rows, which are slow here: one block of columns, and fewer programs.
     many = len(each) > 128
+    triton_segments.SPLITS, triton_segments.DOT_ROWS = (2, 64) if many else (8, 4)
     rows = poisoned(layout, 200, dtype)[:, :8 if many else 72 + number]
     assert rows.stride(0) == 200
     wide = reference.accumulation_dtype(rows)
