@@ -4,7 +4,7 @@ One launch, as many programs as SMs, which must all run at once since they wait 
 by expert, each expert's in blocks of 128 rows. Blocks take the slots of a pool in turns. Roles of a program:
 
 - two warps pull rows: in the order of blocks they copy each from the rank that owns its token into the pool, once
-  GEMM 2 has read the block that had the slot before, and count it in its block;
+  GEMM 2 has read the block that had the slot before, and count it in its block. The first rows are pulled by consumers;
 - the loader warp feeds a ring of stages by TMA; tiles of GEMM 1 wait for their block's rows, tiles of GEMM 2 for their
   block's tiles of GEMM 1, and while they do the weights stream in;
 - two consumers of four warps own 64 rows each of a tile of 128 x 256, as two waves of 128 columns. GEMM 1 takes gate
