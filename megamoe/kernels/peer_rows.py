@@ -47,7 +47,7 @@ FEW_SUMS_AHEAD, SUMS_AHEAD = 2, 1
 """Sums whose rows a program reads together before it writes the first, likewise."""
 
 _TILE_ROWS, _TILE_WORDS = 32, 8192
-"""Tokens that a program of ``WARPS`` moves at once, and words of them. Scales take as long for one token as for many."""
+"""Tokens that a program of ``WARPS`` moves at once, and words of them. Scales of one token take as long as of many."""
 
 _LEAST_CHUNK = 8
 """Tokens that are counted together, at least."""

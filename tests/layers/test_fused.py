@@ -412,10 +412,6 @@ BF16_CASES = {
         dict(gate_up_proj=BF16_UP[:, :128].contiguous(), down_proj=BF16_DOWN[:, :, :64].contiguous()),
         ValueError, "intermediate_size", 64, "must be a multiple of 128",
     ),
-    "together": (
-        dict(settings=MegaSettings(2, 1, 1, together=3)), ValueError, "settings.together", 3, "must be one of 1, 2"
-    ),
-    "early": (dict(settings=MegaSettings(2, 1, 1, early=-1)), ValueError, "settings.early", -1, "must be at least 0"),
     "gradients": (
         dict(down_proj=BF16_DOWN.clone().requires_grad_()),
         ValueError, "down_proj", "requires_grad", "gets no gradient",
