@@ -87,6 +87,31 @@ def test_wrong_results_are_not_timed(fault, text, seed):
         problem.check(problem.peer(None))
 
 
+def _without_a_gpu(monkeypatch, interleaved, eager_microseconds):
+    monkeypatch.setattr(exchange, "_Problem", _LocalProblem)
+    monkeypatch.setattr(exchange, "interleaved", interleaved)
+    monkeypatch.setattr(exchange, "starter", lambda group, device: (group, device))
+    monkeypatch.setattr(exchange, "eager_microseconds", eager_microseconds)
+    monkeypatch.setattr(exchange, "_slowest", lambda times: times)
+
+
+def test_dispatches_of_both_begin_with_the_routing(monkeypatch, seed):
+    plan, planned = LocalExchange.plan, []
+    monkeypatch.setattr(LocalExchange, "plan", lambda self, routing: planned.append(1) or plan(self, routing))
+
+    def eager_microseconds(call, rounds):
+        planned.clear()
+        call()
+        return 4.0 if planned else 1.0
+
+    _without_a_gpu(monkeypatch, lambda candidates, *_: dict.fromkeys(candidates, 2.0), eager_microseconds)
+    rows = {row["what"]: row for row in exchange.measure_rates(ExchangeCase(2, 32, 4, 2), "group", [32], "torch", 3)}
+    for dtype in ("fp8", "bf16"):
+        assert rows[f"dispatch {dtype}, NCCL"]["us"] == 4.0 and rows[f"dispatch {dtype}, 32 SMs"]["x_nccl"] == 2.0
+        assert rows[f"dispatch {dtype}, NCCL's rows alone"]["us"] == 1.0
+    assert rows["combine bf16, NCCL"]["us"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("measure", "names"),
     [
@@ -110,11 +135,7 @@ def test_gpus_begin_each_replay_together(measure, names, monkeypatch, seed):
             call()
         return dict.fromkeys(candidates, 2.0)
 
-    monkeypatch.setattr(exchange, "_Problem", _LocalProblem)
-    monkeypatch.setattr(exchange, "interleaved", interleaved)
-    monkeypatch.setattr(exchange, "starter", lambda group, device: (group, device))
-    monkeypatch.setattr(exchange, "eager_microseconds", lambda call, rounds: 1.0)
-    monkeypatch.setattr(exchange, "_slowest", lambda times: times)
+    _without_a_gpu(monkeypatch, interleaved, lambda call, rounds: 1.0)
     rows = measure(ExchangeCase(2, 32, 4, 2))
     assert timed == [(names, 3, exchange.REPEATS, ("group", torch.device("cpu")))]
     assert [row["us"] for row in rows if row["what"] in names] == [2.0] * len(names)

@@ -134,8 +134,8 @@ def stuck(module, policy: str, seed: int) -> None:
     assert (phase, block, target) == (flag_words.PULLED_ROWS, 0, 30) and 0 < seen < 30
 
 
-EARLY_START = "            delta = gl.load(deltas + (source >> TOKEN_BITS), mask=here, other=0) * 4\n"
-EARLY_COUNT = "            flags.add(pulled + (row + four) // BLOCK, here.to(gl.int32))\n"
+EARLY_START = "            to_words = pool_words + rows.to(gl.int64) * WORDS\n"
+EARLY_COUNT = "            flags.add(pulled + rows // BLOCK, here.to(gl.int32))\n"
 COUNTED_EARLY = EARLY_COUNT + EARLY_START
 WAIT = "            flags.wait_for_counter(awaited[0], awaited[1], block, awaited[2], error, budget_ns, False)\n"
 FENCE_ON_THE_WAY_OUT = ("        fence.proxy.async; bar.warp.sync", "        bar.warp.sync")
@@ -251,14 +251,14 @@ MEGA_BUGS = [
     Bug(
         "early scales of another token",
         HALF,
-        "TOKEN_BITS) - 1)).to(gl.int64) * SCALES",
-        "TOKEN_BITS) - 1)).to(gl.int64)",
+        "delta1 + token1 * SCALES",
+        "delta1 + token1",
     ),
     Bug(
         "early scales of another row",
         HALF,
-        "pool_rows)[None, :] + (row + once_more)",
-        "pool_rows)[None, :] + once_more",
+        "[None, :] + rows1[:, None]",
+        "[None, :] + (rows1 - row)[:, None]",
     ),
     Bug("half an early row", HALF, "(col + start < WORDS)[None, :]", "(col + start < WORDS // 2)[None, :]"),
     Bug("early rows only once", AGAIN, "row += gl.num_programs(0) * (2 * EARLY)", "row += pool_rows"),

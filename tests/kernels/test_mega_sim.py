@@ -174,6 +174,8 @@ def test_all_programs_need_to_run_at_once(seed):
         (MegaSizes(ranks=1, experts=256, top_k=2, tokens=30, hidden=128, intermediate=18432), 132, 4, 2),
         (MegaSizes(ranks=2, experts=20, top_k=4, tokens=60, hidden=128, intermediate=1408), 7, 2, 3),
         (MegaSizes(ranks=1, experts=2, top_k=2, tokens=300, hidden=640, intermediate=128), 132, 8, 1),
+        # Experts of several groups, which are not equally long.
+        (MegaSizes(ranks=1, experts=2, top_k=2, tokens=900, hidden=128, intermediate=256), 5, 4, 2),
     ],
 )
 @launches

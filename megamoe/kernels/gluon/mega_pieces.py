@@ -323,6 +323,17 @@ def early_rows(early, pool_rows):
 
 
 @gluon.jit
+def sources_of(row, row_source, deltas, L: gl.constexpr):
+    """(rows, which of them have a token, distance of its rank's memory in words, its number) of EARLY rows."""
+    rows = row + gl.arange(0, EARLY, layout=L)
+    source = gl.load(row_source + rows)
+    here = source >= 0
+    # As a multiple of whole elements, so that the compiler knows that 16-byte alignment is kept.
+    delta = gl.load(deltas + (source >> TOKEN_BITS), mask=here, other=0) * 4
+    return rows, here, delta, (source & ((1 << TOKEN_BITS) - 1)).to(gl.int64)
+
+
+@gluon.jit
 def pull_early_rows(
     tables, counters, peers, pool_words, pool_scales, early, pool_rows, H: gl.constexpr, SCALED: gl.constexpr,
     C: gl.constexpr,
@@ -336,7 +347,6 @@ def pull_early_rows(
     PIECE: gl.constexpr = 2048 if WORDS > 1024 else (1024 if WORDS > 512 else (512 if WORDS > 256 else 256))
     VECTORS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     SINGLES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    four = gl.arange(0, EARLY, layout=gl.SliceLayout(1, VECTORS))
     col = gl.arange(0, PIECE, layout=gl.SliceLayout(0, VECTORS))
     group = gl.arange(0, 64, layout=gl.SliceLayout(0, SINGLES))
     end = gl.minimum(gl.load(sizes), early_rows(early, pool_rows))
@@ -344,33 +354,28 @@ def pull_early_rows(
     while row < end:
         # Padding follows an expert's last row.
         if gl.load(row_source + row) >= 0:
-            source = gl.load(row_source + row + four)
-            here = source >= 0
-            # As a multiple of whole elements, so that the compiler knows that 16-byte alignment is kept.
-            delta = gl.load(deltas + (source >> TOKEN_BITS), mask=here, other=0) * 4
-            token = (source & ((1 << TOKEN_BITS) - 1)).to(gl.int64)
-            singles = ()
-            once_more = gl.arange(0, EARLY, layout=gl.SliceLayout(1, SINGLES))
+            rows, here, delta, token = sources_of(row, row_source, deltas, gl.SliceLayout(1, VECTORS))
+            values = ()
             if SCALED:
-                source1 = gl.load(row_source + row + once_more)
-                delta1 = gl.load(deltas + (source1 >> TOKEN_BITS), mask=source1 >= 0, other=0) * 4
-                from_scales = scales + delta1 + (source1 & ((1 << TOKEN_BITS) - 1)).to(gl.int64) * SCALES
+                # They come while words are moved.
+                rows1, here1, delta1, token1 = sources_of(row, row_source, deltas, gl.SliceLayout(1, SINGLES))
+                from_scales = scales + delta1 + token1 * SCALES
                 for first in gl.static_range(0, SCALES, 64):
-                    inside = (source1 >= 0)[:, None] & (group + first < SCALES)[None, :]
+                    inside = here1[:, None] & (group + first < SCALES)[None, :]
                     value = gl.load(from_scales[:, None] + (group + first)[None, :], mask=inside)
-                    singles = singles + (value,)
+                    values = values + (value,)
             from_words = words + delta + token * WORDS
-            to_words = pool_words + (row + four).to(gl.int64) * WORDS
+            to_words = pool_words + rows.to(gl.int64) * WORDS
             for start in gl.static_range(0, WORDS, PIECE):
                 inside = here[:, None] & (col + start < WORDS)[None, :]
                 piece = gl.load(from_words[:, None] + (col + start)[None, :], mask=inside)
                 gl.store(to_words[:, None] + (col + start)[None, :], piece, mask=inside)
             if SCALED:
                 for first in gl.static_range(0, SCALES, 64):
-                    inside = (source1 >= 0)[:, None] & (group + first < SCALES)[None, :]
-                    place = ((group + first) * pool_rows)[None, :] + (row + once_more)[:, None]
-                    gl.store(pool_scales + place, singles[first // 64], mask=inside)
-            flags.add(pulled + (row + four) // BLOCK, here.to(gl.int32))
+                    inside = here1[:, None] & (group + first < SCALES)[None, :]
+                    place = ((group + first) * pool_rows)[None, :] + rows1[:, None]
+                    gl.store(pool_scales + place, values[first // 64], mask=inside)
+            flags.add(pulled + rows // BLOCK, here.to(gl.int32))
         row += gl.num_programs(0) * (2 * EARLY)
 
 
