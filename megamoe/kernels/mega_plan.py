@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -155,6 +155,13 @@ class MegaPlan:
         """Of rows, activations and their scales."""
         return sum(region.nbytes for region in self.regions if region.name in POOL_REGIONS)
 
+    def fit(self, settings: MegaSettings) -> MegaSettings:
+        """``settings`` with as much of their lag and group as the pool has room for."""
+        if self.pool_blocks >= min(least_pool_blocks(settings), self.num_rows // ALIGN):
+            return settings
+        group = min(settings.group, max(self.pool_blocks // 2, 1))
+        return replace(settings, group=group, lag=min(settings.lag, max(self.pool_blocks - group, 1)))
+
     def check_pool(self, settings: MegaSettings) -> None:
         """Programs that run as ``settings`` say never wait for each other in a circle.
 
@@ -269,8 +276,7 @@ def plan_mega(
     while chunk < 128 and ranks * -(-memory.max_tokens // chunk) > programs:
         chunk *= 2
     chunks, bins = ranks * -(-memory.max_tokens // chunk), max(16, next_power_of_two(local))
-    # The round robin may end in a gap of a tile a program.
-    tiles = blocks * (act_groups + -(-hidden // 256)) + sms
+    tiles = blocks * (act_groups + -(-hidden // 256))
     fp32, int32, int64 = torch.float32, torch.int32, torch.int64
     element = torch.float8_e4m3fn if memory.fp8 else torch.bfloat16
     sizes = [
@@ -280,6 +286,7 @@ def plan_mega(
         ("pulled", int32, (blocks,)),
         ("finished", int32, (blocks,)),
         ("consumed", int32, (blocks,)),
+        ("claimed", int32, (1,)),
         ("tiles", int32, (tiles, 2)),
         ("histograms", int32, (chunks, bins)),
         ("row_source", int32, (num_rows,)),

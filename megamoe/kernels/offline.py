@@ -113,13 +113,13 @@ ALLOWED_SPILLS = (
     AllowedSpill(
         "mega_moe_kernel",
         lambda c: c["H"] >= 2048,
-        40,
+        48,
         "what is the same for all tiles is read again between them",
     ),
     AllowedSpill(
         "mega_moe_kernel",
         lambda c: c["CHUNK"] > 512,
-        48,
+        56,
         "a warp that pulls has few registers for a longer piece of a row",
     ),
     AllowedSpill(
@@ -131,7 +131,7 @@ ALLOWED_SPILLS = (
     AllowedSpill(
         "mega_moe_bf16_kernel",
         lambda c: c["CHUNK"] > 512,
-        64,
+        72,
         "a warp that pulls has few registers for a longer piece of a row",
     ),
     AllowedSpill(

@@ -10,14 +10,13 @@ Tables, for P rows, each expert's in blocks of 128:
   from my first slot, in units of 16 bytes, NO_TARGET = padding; ``row_weights`` fp32 [P].
 - ``pulled``, ``finished``, ``consumed`` int32 [P / 128]: the mega-kernel's counters, zeros. Each block has its own,
   also where blocks share a slot of the pool: so no use of a slot can be taken for another.
-- ``tiles`` int32 pairs: expert | column tile << 8 | rows << 16 | whether of GEMM 2 << 24, and the block. Program p of
-  the mega-kernel takes places p, p + programs and so on.
+- ``tiles`` int32 pairs: expert | column tile << 8 | rows << 16 | whether of GEMM 2 << 24, and the block. ``claimed``
+  int32 [1]: how many of them programs of the mega-kernel have taken; each begins with that of its number.
 
 Order of tiles: blocks of an expert are a group, since they share weights, or several of nearly equal length if they are
 more than ``group``. GEMM 1 of the group that begins with block f comes before GEMM 2 of those that begin with block f -
-``lag`` or later, and after that of all others; within a group tiles of more than 64 rows come before the rest. Of each
-of these four kinds all tiles are dealt to programs one after another, each kind from where the one before has ended: so
-no program has more than one tile more of any kind than another, nor in all.
+``lag`` or later, and after that of all others. Within a group the block runs fastest: programs take tiles when they
+come to them, so those that share weights are computed at the same time, and weights come from memory once.
 """
 
 from __future__ import annotations
@@ -71,17 +70,6 @@ def _write_blocks(
 
 
 @triton.jit
-def _share(number, program, programs):
-    """Of so many tiles, dealt to one program after another, those of a program."""
-    return (number + programs - 1 - program) // programs
-
-
-@triton.jit
-def _halves_before(halves, block):
-    return tl.sum((halves[None, :] < block[:, None]).to(tl.int32), 1)
-
-
-@triton.jit
 def _first_group(block, first, blocks, share, num_blocks):
     """The first block of a group that is not before ``block``, or the end of all; of each expert the first block, the
     number of blocks and that of a group."""
@@ -91,7 +79,7 @@ def _first_group(block, first, blocks, share, num_blocks):
 
 @triton.jit
 def _write_tiles(
-    total, num_blocks, capacity, tiles, programs, group, lag, UPS: tl.constexpr, DOWNS: tl.constexpr,
+    total, num_blocks, capacity, tiles, group, lag, UPS: tl.constexpr, DOWNS: tl.constexpr,
     BINS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The order of tiles: UPS of GEMM 1 and DOWNS of GEMM 2 for each block."""
@@ -99,14 +87,7 @@ def _write_tiles(
     first_block, blocks = starts // ALIGN, (fit + (ALIGN - 1)) // ALIGN
     groups = tl.maximum((blocks + group - 1) // group, 1)
     share = tl.maximum((blocks + groups - 1) // groups, 1)
-    # Blocks of at most 64 rows: experts' last ones.
-    last = starts // ALIGN + (fit - 1) // ALIGN
-    halves = tl.where((fit > 0) & ((fit - 1) % ALIGN < ALIGN // 2), last, num_blocks)
-    num_halves = tl.sum((halves < num_blocks).to(tl.int32), 0)
-    # Where the tiles of each kind begin, if all are dealt one after another.
-    up_halves = (num_blocks - num_halves) * UPS
     downs = num_blocks * UPS
-    down_halves = downs + (num_blocks - num_halves) * DOWNS
     num_tiles = num_blocks * (UPS + DOWNS)
     for start in range(tl.program_id(0) * TILES, num_tiles, tl.num_programs(0) * TILES):
         tile = start + tl.arange(0, TILES)
@@ -116,39 +97,14 @@ def _write_tiles(
         block = tile_of_gemm // columns
         n = tile_of_gemm - block * columns
         expert, rows = _blocks(block, total, capacity, BINS)
-        half = rows <= ALIGN // 2
         start_here, share_here = tl.gather(first_block, expert, 0), tl.gather(share, expert, 0)
         first = start_here + (block - start_here) // share_here * share_here
         end = tl.minimum(first + share_here, start_here + tl.gather(blocks, expert, 0))
-        # The block up to which the program has the other GEMM's tiles before.
+        # The block up to which the other GEMM's tiles come before.
         other = _first_group(
             tl.where(second == 0, first - lag, first + lag + 1), first_block, blocks, share, num_blocks
         )
-        halves_first, halves_end = _halves_before(halves, first), _halves_before(halves, end)
-        halves_other, halves_here = _halves_before(halves, other), _halves_before(halves, block)
-        # Its number among those of its kind: within a group the block runs fastest, for L2.
-        number_of_half = halves_first * columns + n * (halves_end - halves_first) + halves_here - halves_first
-        full_here, fulls = block - first - (halves_here - halves_first), end - first - (halves_end - halves_first)
-        number_of_full = (first - halves_first) * columns + n * fulls + full_here
-        # Tiles of either kind of its GEMM before it: in a group the halves come last.
-        fulls_before = tl.where(half, (end - halves_end) * columns, number_of_full)
-        halves_before = tl.where(half, number_of_half, halves_first * columns)
-        other_columns = UPS + DOWNS - columns
-        other_fulls, other_halves = (other - halves_other) * other_columns, halves_other * other_columns
-        program = tl.where(
-            second == 0,
-            tl.where(half, up_halves + number_of_half, number_of_full),
-            tl.where(half, down_halves + number_of_half, downs + number_of_full),
-        ) % programs  # fmt: skip
-        place = tl.zeros([TILES], tl.int32)
-        place += _share(tl.where(second == 0, fulls_before, other_fulls), program, programs)
-        place += _share(up_halves + tl.where(second == 0, halves_before, other_halves), program, programs)
-        place -= _share(up_halves, program, programs)
-        place += _share(downs + tl.where(second == 0, other_fulls, fulls_before), program, programs)
-        place -= _share(downs, program, programs)
-        place += _share(down_halves + tl.where(second == 0, other_halves, halves_before), program, programs)
-        place -= _share(down_halves, program, programs)
-        place = program + place * programs
+        place = first * columns + other * (UPS + DOWNS - columns) + n * (end - first) + block - first
         mask = tile < num_tiles
         tl.store(tiles + 2 * place, expert | (n << 8) | (rows << 16) | (second << 24), mask=mask)
         tl.store(tiles + 2 * place + 1, block, mask=mask)
@@ -162,7 +118,7 @@ def _write_tiles(
 def route_kernel(
     x, x_stride, index, weights, n, flags, deltas, list_index, list_weights, rows, scales, state, error, budget_ns,
     my_rank, num_experts, max_tokens, min_amax, histograms, capacity, counts, starts, sizes, row_source, row_target,
-    row_weights, pulled, finished, consumed, tiles, programs, group, lag, R: tl.constexpr, LANES: tl.constexpr,
+    row_weights, pulled, finished, consumed, claimed, tiles, programs, group, lag, R: tl.constexpr, LANES: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr, BINS: tl.constexpr, H: tl.constexpr, FP8: tl.constexpr,
     LARGEST: tl.constexpr, STAGE: tl.constexpr, ROWS: tl.constexpr, TABLE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, SUB: tl.constexpr, GROUPS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr,
@@ -205,7 +161,8 @@ def route_kernel(
     if pid == 0:
         write_layout(total, capacity, counts, starts, sizes, flags, max_tokens, error, R, LANES, LOCAL, BINS)
         tl.store(state + COMBINES_SEEN, epochs_ended(state + COMBINES))
+        tl.store(claimed, programs)
     _, _, needed = lay_out(total, capacity)
     num_blocks = tl.minimum(needed, capacity) // ALIGN
     _write_blocks(total, num_blocks, capacity, row_source, row_target, pulled, finished, consumed, BINS, BLOCKS)
-    _write_tiles(total, num_blocks, capacity, tiles, programs, group, lag, UPS, DOWNS, BINS, TILES)
+    _write_tiles(total, num_blocks, capacity, tiles, group, lag, UPS, DOWNS, BINS, TILES)

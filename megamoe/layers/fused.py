@@ -72,7 +72,8 @@ def mega_moe(
         num_rows: rows that this rank's experts can receive, a multiple of 128; default: as many as any routing needs.
             Rows beyond are lost, and ``buffer.check`` says so.
         pool_bytes: of the memory that these rows and activations pass through, at most; default: the plan's.
-        settings: of the kernel; default: chosen by size. Spare SMs for other streams with ``MegaSettings(sms=...)``.
+        settings: of the kernel; default: chosen by size, to fit the pool. Spare SMs for other streams with
+            ``MegaSettings(sms=...)``.
 
     Returns:
         ``out``: ``[T, H]``, zeros for tokens without experts.
@@ -385,6 +386,7 @@ def fused_experts(
     if settings is not None and not isinstance(settings, MegaSettings):
         fail_type("settings", type(settings).__name__, "must be a MegaSettings", "Change those of choose_settings.")
     all_sms = _all_sms(buffer.device, settings, plan.fp8)
+    chosen = settings is None
     if settings is None:
         settings = choose_settings(
             tokens=plan.max_tokens if tokens_bound is None else tokens_bound,
@@ -401,6 +403,8 @@ def fused_experts(
     made = buffer.attached.setdefault("fused experts", {})
     if key not in made:
         mega_plan = plan_mega(plan, intermediate_size, settings.sms, num_rows, pool_bytes)
+        if chosen:
+            settings = mega_plan.fit(settings)
         mega_plan.check_pool(settings)
         made[key] = FusedExperts(buffer, mega_plan, settings, all_sms)
     return made[key]

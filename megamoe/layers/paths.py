@@ -113,7 +113,7 @@ def why_not_fused(
         experts = memory.num_local_experts * ranks
         sizes = dict(tokens=memory.max_tokens, ranks=ranks, top_k=memory.top_k, num_experts=experts)
         sizes |= dict(intermediate_size=plan.intermediate_size, sms=HOPPER_SMS)
-        plan.check_pool(choose_settings(**sizes, fp8=memory.fp8))
+        plan.check_pool(plan.fit(choose_settings(**sizes, fp8=memory.fp8)))
     except MegaMoEError as error:
         return f"beyond the mega-kernel's limits: {error}"
     return ""

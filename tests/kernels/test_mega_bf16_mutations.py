@@ -46,6 +46,7 @@ FREE = "        mbarrier.arrive(empty.index(gl.maximum(it - 1, 0) % STAGES), cou
 LAST = "    mbarrier.arrive(empty.index((it0 + num_k - 1) % STAGES), count=1)\n"
 WEIGHTED = "            act = act * weights[:, None]\n"
 FENCE = "        fence_async_shared()\n"
+NOTE = "        if C == 0:\n            note_for_storer(told_note, word, block)\n"
 ANNOUNCE = "        mbarrier.arrive(results_full.index(C), count=1)\n"
 WAIT = "        mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)\n"
 
@@ -89,7 +90,7 @@ KERNEL_BUGS = [
         also=(("multiply_up(gate, right, clamp", "multiply_up(gate, left, clamp"),),
     ),
     Bug("routing weights are left out", HALF, WEIGHTED, "            pass\n"),
-    Bug("routing weights of the next tile", TWO, "routing_weights(tile[1]", "routing_weights(block"),
+    Bug("routing weights of the first block", BLOCKS, "routing_weights(tile[1]", "routing_weights(tile[1] * 0"),
     Bug("routing weights of the other rows", FULL, "row_weights, LR, C)\n", "row_weights, LR, 0)\n"),
     Bug("GEMM 1 overwrites a buffer in use", WIDE, WAIT + "        d_buf.store", "        d_buf.store"),
     Bug(
@@ -102,9 +103,9 @@ KERNEL_BUGS = [
     Bug(
         "an activation is announced before it is there",
         HALF,
-        FENCE + ANNOUNCE,
+        FENCE + NOTE + ANNOUNCE,
         FENCE,
-        also=((WAIT + "        d_buf.store", WAIT + ANNOUNCE + "        d_buf.store"),),
+        also=((WAIT + "        d_buf.store", WAIT + NOTE + ANNOUNCE + "        d_buf.store"),),
     ),
     Bug(
         "the halves of a result mixed up", HALF, "scatter_rows(d_buf, left, right,", "scatter_rows(d_buf, right, left,"

@@ -122,7 +122,9 @@ FP8_BUGS = [
     Bug("gate biases for up", FP8, "bias1 = bias0 + INTER", "bias1 = bias0"),
     Bug("biases of the other half of the columns", FP8, RIGHT, "0"),
     Bug("biases beyond the last are read", FP8, RIGHT, "BLOCK"),
-    Bug("biases of the next tile", FP8, "tile_biases(tile[0], biases", "tile_biases(word, biases"),
+    Bug(
+        "biases of another expert", FP8, "tile_biases(tile[0], biases", "tile_biases(tile[0] - (tile[0] & 255), biases"
+    ),
     Bug("activations are weighted too", FP8, WEIGHTED, "if True:\n"),
     Bug("half of a result is not weighted", FP8, "            f1 = f1 * weights[:, None]\n", ""),
     Bug("the first wave starts from zero", FP8, "        f0 += bias_rows(starts[0], L)\n", "        pass\n"),

@@ -80,6 +80,8 @@ BORDER = Calls(SMALL, ([32, 32], "one"))
 HOLES = Calls(SMALL, ([12, 20], "holes"), ([20, 9], "holes"))
 MANY = Calls(SMALL, ([20, 9], "holes"), ([9, 20], "random"), fused=False)
 WIDE = Calls(MegaSizes(tokens=40, intermediate=512), ([40, 40], "one"))
+# GEMM 2 of one block between GEMM 1 of others.
+ALONE = Calls(MegaSizes(ranks=1, tokens=390), ([390], "one"), settings=replace(SETTINGS, sms=1))
 # A second block's tiles are stored while the first one's are scattered.
 BLOCKS = Calls(MegaSizes(tokens=100), ([100, 100], "one"))
 # Blocks whose rows are pulled early by turns.
@@ -134,6 +136,8 @@ def stuck(module, policy: str, seed: int) -> None:
     assert (phase, block, target) == (flag_words.PULLED_ROWS, 0, 30) and 0 < seen < 30
 
 
+FREE_STAGE = "        mbarrier.wait(empty.index(s), phase_of(it + h, STAGES) ^ 1)\n"
+NOTE = "        if h == 0:\n            if k == 0:\n                bufs[-1].index(s).store(note)\n"
 EARLY_START = "            to_words = pool_words + rows.to(gl.int64) * WORDS\n"
 EARLY_COUNT = "            flags.add(pulled + rows // BLOCK, here.to(gl.int32))\n"
 COUNTED_EARLY = EARLY_COUNT + EARLY_START
@@ -190,6 +194,13 @@ MEGA_BUGS = [
         "gl.load(w_scales + k + h)",
         "gl.load(w_scales + k + h - (k > 0))",
     ),
+    Bug(
+        "a note is written before its stage is free",
+        WIDE,
+        FREE_STAGE + NOTE,
+        NOTE + FREE_STAGE,
+    ),
+    Bug("consumers are not told of the end", HALF, "count=2 if SCALED else 1)\n", "count=2, pred=False)\n"),
     Bug("both stages hold the first's weights", PAIRS, "[row, (k + h) * BLOCK]", "[row, k * BLOCK]"),
     Bug("both stages hold the first's scales", PAIRS, "gl.load(w_scales + k + h)", "gl.load(w_scales + k)"),
     Bug("both stages hold the first's rows", PAIRS, "[row, (k + h) * STEP]", "[row, k * STEP]"),
@@ -212,7 +223,7 @@ MEGA_BUGS = [
     ),
     Bug("a tile is counted before it is stored", HALF, STORED + FREE + COUNT, COUNT + STORED + FREE),
     Bug("a buffer is free before it is stored", WIDE, STORED + FREE + COUNT, FREE + STORED + COUNT),
-    Bug("turns of the other half", TWO, "bars, turn1, row", "bars, turn0, row"),
+    Bug("turns of the other half", ALONE, "results_full.index(1), turn1 & 1", "results_full.index(1), turn0 & 1"),
     # pulling
     Bug(
         "a row is counted before it is there",
@@ -314,8 +325,8 @@ MEGA_BUGS = [
             ("(448.0 / amax)[:, None]).to(gl.float8e4nv)", "(448.0 / amax)[:, None]).to(gl.float8e4nv), amax, rows"),
             ("        codes = activate_rows(", "        codes, amax, rows = activate_rows("),
             (
-                "        fence_async_shared()\n        mbarrier.arrive(results_full.index(C), count=1)\n",
-                "        fence_async_shared()\n        mbarrier.arrive(results_full.index(C), count=1)\n"
+                "told_note, word, block)\n        mbarrier.arrive(results_full.index(C), count=1)\n",
+                "told_note, word, block)\n        mbarrier.arrive(results_full.index(C), count=1)\n"
                 "        gl.store(act_scales + n * pool_rows + rows, amax * (1.0 / 448.0))\n",
             ),
         ),
@@ -334,15 +345,16 @@ MEGA_BUGS = [
     Bug("one wave twice", HALF, "d_buf.store(f1.to(gl.bfloat16))", "d_buf.store(f0.to(gl.bfloat16))"),
 ]
 
-SEE_COMBINES = "epochs_ended(state + COMBINES))\n    _, _, needed"
+SEE_COMBINES = "epochs_ended(state + COMBINES))\n        tl.store(claimed"
 
 ROUTE_BUGS = [
     Bug("GEMM 2 comes too early", HALF, "first - lag, first + lag + 1)", "first - lag, first + lag)"),
-    Bug("64 rows count as a full block", BORDER, "% ALIGN < ALIGN // 2)", "% ALIGN < ALIGN // 2 - 1)"),
-    Bug("a kind of tiles is dealt from the start", TWO, "        place -= _share(downs, program, programs)\n", ""),
+    Bug("tiles of a group leave gaps", HALF, "n * (end - first)", "n * (end - first + 1)"),
+    Bug("a tile is taken twice", TWO, "tl.store(claimed, programs)", "tl.store(claimed, programs - 1)"),
+    Bug("a tile is left out", TWO, "tl.store(claimed, programs)", "tl.store(claimed, programs + 1)"),
     Bug(
         "tiles of GEMM 2 first",
-        FULL,
+        BLOCKS,
         "tl.where(second == 0, first - lag, first + lag + 1)",
         "tl.where(second == 0, num_blocks + group, 0)",
     ),

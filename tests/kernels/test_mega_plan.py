@@ -37,7 +37,8 @@ def test_regions():
         pulled=(torch.int32, (5,)),
         finished=(torch.int32, (5,)),
         consumed=(torch.int32, (5,)),
-        tiles=(torch.int32, (5 * (3 + 1) + 3, 2)),
+        claimed=(torch.int32, (1,)),
+        tiles=(torch.int32, (5 * (3 + 1), 2)),
         histograms=(torch.int32, (2 * 1, 16)),
         row_source=(torch.int32, (640,)),
         row_target=(torch.int64, (640,)),
@@ -131,6 +132,20 @@ def test_settings_that_need_a_larger_pool(group, lag, least):
         small.check_pool(settings)
     # Where no block ever waits for a slot, no bound holds.
     deepseek(1, ranks=1, num_rows=128).check_pool(settings)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "group", "lag"), [(1, 1, 1), (2, 1, 1), (5, 2, 3), (16, 8, 8), (27, 8, 19), (32, 8, 24), (99, 8, 24)]
+)
+def test_settings_fit_a_small_pool(blocks, group, lag):
+    """With all of its room used, and of settings that fit nothing changed."""
+    plan = deepseek(8192, pool_bytes=blocks * 128 * 9504)
+    fitted = plan.fit(MegaSettings(132, 8, 24, early=3))
+    assert fitted == MegaSettings(132, group, lag, early=3)
+    if blocks > 1:
+        plan.check_pool(fitted)
+    whole = deepseek(1, ranks=1, num_rows=128)
+    assert whole.fit(MegaSettings(132, 8, 24)) == MegaSettings(132, 8, 24)
 
 
 def test_explain_lists_every_region_and_the_pool():

@@ -47,7 +47,7 @@ def test_collective(changes, reason):
         (dict(device_obstacle="no Hopper"), "no Hopper"),
         (dict(precision="bf16", intermediate_size=100), "beyond the mega-kernel's limits: intermediate_size = 100"),
         (dict(pool_bytes=1), "beyond the mega-kernel's limits: pool_bytes = 1: must hold a block of 128 rows"),
-        (dict(pool_bytes=128 * 400), "must hold lag + group = 40 blocks of 128 rows for settings.lag = 32"),
+        (dict(pool_bytes=128 * 400), "must hold lag + group = 2 blocks of 128 rows for settings.lag = 1"),
         (dict(hidden_size=2880, intermediate_size=2880, bias=True), "hidden_size = 2880: must be a multiple of 128"),
         (dict(activation="relu2"), "no activation without gate (relu2)"),
         (dict(hidden_size=272), "beyond the mega-kernel's limits: hidden_size = 272: must be a multiple of 128"),

@@ -6,67 +6,56 @@ they can all come to their end, they do so under every schedule, and if they do 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 Tile = tuple[int, int]
 """(whether of GEMM 2, block)"""
 
 
-def order_of_tiles(
-    experts: Sequence[Sequence[bool]], ups: int, downs: int, programs: int, group: int, lag: int
-) -> list[list[Tile]]:
-    """Each program's tiles in their order, as ``triton_route`` describes it.
-
-    Args:
-        experts: of each block of each expert, whether it has at most 64 rows.
-    """
-    halves = [half for blocks in experts for half in blocks]
-    groups = []
-    for blocks in experts:
+def order_of_tiles(blocks_of: Sequence[int], ups: int, downs: int, group: int, lag: int) -> list[Tile]:
+    """All tiles in their order, as ``triton_route`` describes it. ``blocks_of``: each expert's number of blocks."""
+    groups: list[range] = []
+    for blocks in blocks_of:
         if blocks:
-            length = -(-len(blocks) // -(-len(blocks) // group))
+            length = -(-blocks // -(-blocks // group))
             first = groups[-1].stop if groups else 0
-            end = first + len(blocks)
+            end = first + blocks
             groups += [range(start, min(start + length, end)) for start in range(first, end, length)]
-    sizes = [columns * halves.count(half) for columns in (ups, downs) for half in (False, True)]
-    numbers = [sum(sizes[:kind]) for kind in range(4)]
-    order: list[list[Tile]] = [[] for _ in range(programs)]
-
-    def deal(second: int, blocks: range) -> None:
-        for half in (False, True):
-            for _ in range((ups, downs)[second]):
-                for block in blocks:
-                    if halves[block] == half:
-                        order[numbers[2 * second + half] % programs].append((second, block))
-                        numbers[2 * second + half] += 1
-
+    order: list[Tile] = []
     done = 0
     for blocks in groups:
         while done < len(groups) and groups[done].start + lag < blocks.start:
-            deal(1, groups[done])
+            order += [(1, block) for _ in range(downs) for block in groups[done]]
             done += 1
-        deal(0, blocks)
+        order += [(0, block) for _ in range(ups) for block in blocks]
     for blocks in groups[done:]:
-        deal(1, blocks)
+        order += [(1, block) for _ in range(downs) for block in blocks]
     return order
 
 
-def unfinished(order: Sequence[Sequence[Tile]], ups: int, downs: int, pool: int) -> list[Tile]:
-    """The next tile of each program that never comes to its end."""
-    blocks = 1 + max((block for tiles in order for _, block in tiles), default=-1)
+def unfinished(order: Sequence[Tile], programs: int, ups: int, downs: int, pool: int, seed: int = 0) -> list[Tile]:
+    """Tiles that are never computed. Programs, which go on in any order, take the next tile when they begin one."""
+    blocks = 1 + max((block for _, block in order), default=-1)
     left_up, left_down = [ups] * blocks, [downs] * blocks
-    place = [0] * len(order)
+    generator = random.Random(seed)
+    # Of each program the tile that it is at, and the one that it has taken beside it.
+    held: list[list[int]] = [[program] for program in range(min(programs, len(order)))]
+    taken = len(held)
     pulled, moved = 0, True
     while moved:
         moved = False
         while pulled < blocks and (pulled < pool or not left_down[pulled - pool]):
             pulled += 1
-        for program, tiles in enumerate(order):
-            while place[program] < len(tiles):
-                second, block = tiles[place[program]]
-                if block >= pulled if second == 0 else left_up[block] > 0:
-                    break
-                (left_up, left_down)[second][block] -= 1
-                place[program] += 1
+        for mine in generator.sample(held, len(held)):
+            if mine and len(mine) < 2 and taken < len(order):
+                mine.append(taken)
+                taken += 1
                 moved = True
-    return [tiles[at] for tiles, at in zip(order, place, strict=True) if at < len(tiles)]
+            if mine:
+                second, block = order[mine[0]]
+                if block < pulled if second == 0 else left_up[block] == 0:
+                    (left_up, left_down)[second][block] -= 1
+                    mine.pop(0)
+                    moved = True
+    return [order[place] for mine in held for place in mine]

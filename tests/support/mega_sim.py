@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -234,20 +233,15 @@ def check_tables(world: MegaWorld, tokens: list[Tokens], rank: int, settings: Me
     heights = here.view(-1, 128).sum(1).tolist()
     owner = torch.repeat_interleave(torch.arange(sizes.local), -(-expected.counts // 128)).tolist()
     ups, downs, programs = plan.up_tiles, plan.down_tiles, settings.sms
-    order: list[list[tuple]] = []
-    for program in range(programs):
-        mine = (blocks * (ups + downs) + programs - 1 - program) // programs
-        words = scratch["tiles"][program::programs][:mine].tolist()
-        order.append([(w >> 24, b, w >> 8 & 255, w & 255, w >> 16 & 255) for w, b in words])
+    assert int(scratch["claimed"]) == programs
+    words = scratch["tiles"][: blocks * (ups + downs)].tolist()
+    order = [(w >> 24, b, w >> 8 & 255, w & 255, w >> 16 & 255) for w, b in words]
     everything = [
         (s, b, n, owner[b], heights[b]) for s in (0, 1) for b in range(blocks) for n in range((ups, downs)[s])
     ]
-    assert sorted(tile for mine in order for tile in mine) == everything
-    for second, half in itertools.product((0, 1), (False, True)):
-        share = [sum(tile[0] == second and (tile[4] <= 64) == half for tile in mine) for mine in order]
-        assert max(share) - min(share) <= 1
-    # The order that programs come to the end of with the smallest pool.
-    short = [[tile[:2] for tile in mine] for mine in order]
-    experts = [[h <= 64 for h, expert in zip(heights, owner, strict=True) if expert == e] for e in range(sizes.local)]
-    assert short == order_of_tiles(experts, ups, downs, programs, settings.group, settings.lag)
-    assert not unfinished(short, ups, downs, least_pool_blocks(settings))
+    assert sorted(order) == everything
+    # An order that programs come to the end of with the smallest pool.
+    short = [tile[:2] for tile in order]
+    blocks_of = [owner.count(e) for e in range(sizes.local)]
+    assert short == order_of_tiles(blocks_of, ups, downs, settings.group, settings.lag)
+    assert not unfinished(short, programs, ups, downs, least_pool_blocks(settings))

@@ -20,15 +20,17 @@ from megamoe.kernels.gluon import pieces
 from megamoe.kernels.gluon.mega_pieces import (
     BLOCK,
     HALF,
+    NOTE_LAYOUT,
     RESULTS_LAYOUT,
-    end_of_tiles,
+    await_tile,
     load_tiles,
+    note_for_storer,
     pull_early_rows,
     pull_rows,
-    read_tile,
     routing_weights,
     scatter_rows,
     store_tiles,
+    tell_end,
     tell_read,
     tile_biases,
     unpack,
@@ -79,8 +81,8 @@ def sum_tile(
 
 @gluon.jit
 def finish_tile(
-    tile, total, weights, bars, d_bufs, row_target, slots, clamp, told, H: gl.constexpr, ACTIVATION: gl.constexpr,
-    CLAMP: gl.constexpr, BIAS: gl.constexpr, C: gl.constexpr,
+    tile, total, weights, bars, d_bufs, told_note, row_target, slots, clamp, told, H: gl.constexpr,
+    ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """The epilogue of a tile ``(word, block)``. ``told``: as in ``tell_read``; returns those with this one."""
     full, empty, lead, results_full, results_empty = bars
@@ -96,6 +98,8 @@ def finish_tile(
         mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)
         d_buf.store(act.to(gl.bfloat16))
         fence_async_shared()
+        if C == 0:
+            note_for_storer(told_note, word, block)
         mbarrier.arrive(results_full.index(C), count=1)
     else:
         if C == 1:
@@ -110,9 +114,9 @@ def finish_tile(
 
 @gluon.jit
 def consume(
-    bars, bufs, d_bufs, tables, counters, peers, pool_words, slots, biases, early, pool_rows, clamp, H: gl.constexpr,
-    INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, LEADS: gl.constexpr, ACTIVATION: gl.constexpr,
-    CLAMP: gl.constexpr, BIAS: gl.constexpr, C: gl.constexpr,
+    bars, bufs, d_bufs, told_note, tables, counters, peers, pool_words, slots, biases, early, pool_rows, clamp,
+    H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, LEADS: gl.constexpr,
+    ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C, rows 64 C .. 64 C + 63 of each tile: consumer 1 stays behind consumer 0."""
     full, empty, lead, results_full, results_empty = bars
@@ -124,17 +128,13 @@ def consume(
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     LR: gl.constexpr = gl.SliceLayout(1, L)
     pull_early_rows(tables, counters, peers, pool_words, pool_words, early, pool_rows, H, False, C)
-    end = end_of_tiles(sizes, H, INTER)
-    place = gl.program_id(0)
     it0 = 0
     turn = 0
     told = 0
-    word, block = read_tile(tiles, place, end)
-    while place < end:
+    word, block = await_tile(it0, bars, bufs, STAGES)
+    expert, n, valid, second = unpack(word)
+    while valid > 0:
         tile = (word, block)
-        expert, n, valid, second = unpack(word)
-        place += gl.num_programs(0)
-        word, block = read_tile(tiles, place, end)
         if C == 1:
             mbarrier.wait(lead.index(turn % LEADS), (turn // LEADS) & 1)
         num_k = UP_K if second == 0 else DOWN_K
@@ -144,9 +144,23 @@ def consume(
             if BIAS:
                 starts = tile_biases(tile[0], biases, H, INTER)
             total = sum_tile(it0, num_k, turn, starts, bars, bufs, LEAST, STAGES, SKEW, LEADS, BIAS, C)
-            told = tell_read(bars, told, second, C)
+            told = tell_read(bars, told, tile, told_note, C)
             told = finish_tile(
-                tile, total, weights, bars, d_bufs, row_target, slots, clamp, told, H, ACTIVATION, CLAMP, BIAS, C
+                tile,
+                total,
+                weights,
+                bars,
+                d_bufs,
+                told_note,
+                row_target,
+                slots,
+                clamp,
+                told,
+                H,
+                ACTIVATION,
+                CLAMP,
+                BIAS,
+                C,
             )
         else:
             for k in range(num_k):
@@ -155,6 +169,9 @@ def consume(
                 mbarrier.arrive(empty.index(it % STAGES), count=1)
         it0 += num_k
         turn += 1
+        word, block = await_tile(it0, bars, bufs, STAGES)
+        expert, n, valid, second = unpack(word)
+    tell_end(bars, told, told_note, C)
 
 
 # ---------------------------------------------------------------- the kernel
@@ -163,9 +180,9 @@ def consume(
 @gluon.jit(do_not_specialize=["budget_ns", "clamp", "early"])
 def mega_moe_bf16_kernel(
     rows_desc, up_desc, act_desc, down_desc, store_desc, tiles, sizes, row_source, row_target, row_weights, pulled,
-    finished, consumed, error, budget_ns, deltas, words, slots, pool_words, up_bias, down_bias, early, pool_rows,
-    clamp, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, TOGETHER: gl.constexpr,
-    CHUNK: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr,
+    finished, consumed, claimed, error, budget_ns, deltas, words, slots, pool_words, up_bias, down_bias, early,
+    pool_rows, clamp, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr,
+    TOGETHER: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """One launch; e local experts, P rows at most, S rows of the pool.
@@ -175,7 +192,7 @@ def mega_moe_bf16_kernel(
         up_desc, down_desc: bf16 [e * 2 I, H] and [e * H, I], boxes [128, 64].
         tiles: int32 pairs, see ``triton_route``. sizes: int32, the rows that there are.
         row_source, row_target, row_weights: [P], see ``triton_route``.
-        pulled, finished, consumed: int32 [P / 128], zeros.
+        pulled, finished, consumed, claimed: as in ``mega_moe_kernel``.
         error, budget_ns, deltas: as in ``PeerMemory``. words, slots: my part of the symmetric memory.
         pool_words: the same memory as the descriptor's. early, pool_rows: as in ``mega_moe_kernel``.
         up_bias, down_bias: with BIAS, as in ``mega_moe_kernel``.
@@ -203,9 +220,11 @@ def mega_moe_bf16_kernel(
         mbarrier.init(results_full.index(c), count=1)
         mbarrier.init(results_empty.index(c), count=1)
     bars = (full, empty, lead, results_full, results_empty)
-    bufs = (a_bufs, b_bufs)
+    notes = gl.allocate_shared_memory(gl.int32, [STAGES, 2], NOTE_LAYOUT)
+    told_note = gl.allocate_shared_memory(gl.int32, [2], NOTE_LAYOUT)
+    bufs = (a_bufs, b_bufs, notes)
     tables = (tiles, sizes, row_source, row_target, row_weights)
-    counters = (pulled, finished, consumed)
+    counters = (pulled, finished, consumed, claimed)
     # Nothing is read from where scales would be.
     peers = (deltas, words, words)
     descs = (rows_desc, up_desc, act_desc, down_desc, rows_desc, act_desc)
@@ -218,22 +237,22 @@ def mega_moe_bf16_kernel(
             (
                 consume,
                 (
-                    bars, bufs, d_bufs, tables, counters, peers, pool_words, slots, biases, early, pool_rows, clamp, H,
-                    INTER, STAGES, SKEW, LEADS, ACTIVATION, CLAMP, BIAS, 0,
+                    bars, bufs, d_bufs, told_note, tables, counters, peers, pool_words, slots, biases, early, pool_rows,
+                    clamp, H, INTER, STAGES, SKEW, LEADS, ACTIVATION, CLAMP, BIAS, 0,
                 ),
             ),
             (
                 consume,
                 (
-                    bars, bufs, d_bufs, tables, counters, peers, pool_words, slots, biases, early, pool_rows, clamp, H,
-                    INTER, STAGES, SKEW, LEADS, ACTIVATION, CLAMP, BIAS, 1,
+                    bars, bufs, d_bufs, told_note, tables, counters, peers, pool_words, slots, biases, early, pool_rows,
+                    clamp, H, INTER, STAGES, SKEW, LEADS, ACTIVATION, CLAMP, BIAS, 1,
                 ),
             ),
             (
                 load_tiles,
                 (descs, tables, bars, bufs, tables, counters, waits, pool_rows, H, INTER, STAGES, TOGETHER, False),
             ),
-            (store_tiles, (store_desc, bars, d_bufs, tables, counters, pool_rows, H, INTER, None)),
+            (store_tiles, (store_desc, bars, d_bufs, told_note, counters, pool_rows, None)),
             (pull_rows, (tables, counters, waits, peers, pool_words, pool_words, early, pool_rows, H, CHUNK, False, 0)),
             (pull_rows, (tables, counters, waits, peers, pool_words, pool_words, early, pool_rows, H, CHUNK, False, 1)),
         ],

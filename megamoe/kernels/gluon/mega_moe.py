@@ -5,17 +5,18 @@ by expert, each expert's in blocks of 128 rows. Blocks take the slots of a pool 
 
 - two warps pull rows: in the order of blocks they copy each from the rank that owns its token into the pool, once
   GEMM 2 has read the block that had the slot before, and count it in its block. The first rows are pulled by consumers;
-- the loader warp feeds a ring of stages by TMA; tiles of GEMM 1 wait for their block's rows, tiles of GEMM 2 for their
-  block's tiles of GEMM 1, and while they do the weights stream in;
+- the loader warp takes tiles and feeds a ring of stages by TMA; tiles of GEMM 1 wait for their block's rows, tiles of
+  GEMM 2 for their block's tiles of GEMM 1, and while they do the weights stream in;
 - two consumers of four warps own 64 rows each of a tile of 128 x 256, as two waves of 128 columns. GEMM 1 takes gate
   and up of the same 128 columns, so that both meet in one thread; its result is activated, weighted and cast to FP8.
   GEMM 2's goes straight into the slots of the tokens' ranks;
 - the storer warp writes tiles of GEMM 1 to memory and counts them, and tiles of GEMM 2 that have read their rows, while
   consumers go on.
 
-Tiles come from a table in which GEMM 2 of a group of blocks trails GEMM 1 by a lag. Every wait is for an earlier tile
-of that order, if the pool is not too small (``mega_plan.least_pool_blocks``), so the first unfinished tile can always
-go on. Tiles of at most 64 rows leave consumer 1 out.
+Tiles come from a table in which GEMM 2 of a group of blocks trails GEMM 1 by a lag. A program takes the next one just
+before it has loaded the one before, so that tiles with the same weights are computed at the same time, wherever. Every
+wait is for an earlier tile of that order, if the pool is not too small (``mega_plan.least_pool_blocks``), so the first
+unfinished tile can always go on. Tiles of at most 64 rows leave consumer 1 out.
 
 Consumer 1 stays a block of K behind consumer 0, so that one's epilogue runs under the other's products. Sums and
 epilogues have the same bits as the grouped GEMMs'. Their loop over K is not used itself: here a tile's halves are
@@ -35,20 +36,22 @@ from megamoe.kernels.gluon import pieces
 from megamoe.kernels.gluon.mega_pieces import (
     BLOCK,
     HALF,
+    NOTE_LAYOUT,
     RESULTS_LAYOUT,
     WEIGHT_SCALES_LAYOUT,
+    await_tile,
     bias_rows,
-    end_of_tiles,
     load_tiles,
+    note_for_storer,
     phase_of,
     pool_row,
     pull_early_rows,
     pull_rows,
-    read_tile,
     routing_weights,
     scatter_rows,
     stage_of,
     store_tiles,
+    tell_end,
     tell_read,
     tile_biases,
     unpack,
@@ -80,7 +83,7 @@ def sum_tile(
         starts: with BIAS, pointers to what the sums of either wave start from.
     """
     full, empty, lead, results_full, results_empty = bars
-    a_bufs, b_bufs, a_scales, b_scales = bufs
+    a_bufs, b_bufs, a_scales, b_scales, notes = bufs
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     LR: gl.constexpr = gl.SliceLayout(1, L)
     if BIAS:
@@ -146,7 +149,7 @@ def activate_rows(
 
 @gluon.jit
 def finish_tile(
-    tile, f0, f1, weights, bars, d_bufs, tables, slots, act_scales, pool_rows, clamp, told, H: gl.constexpr,
+    tile, f0, f1, weights, bars, d_bufs, told_note, tables, slots, act_scales, pool_rows, clamp, told, H: gl.constexpr,
     ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """The epilogue of a tile ``(word, block)``. ``told``: as in ``tell_read``; returns those with this one."""
@@ -161,6 +164,8 @@ def finish_tile(
         mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)
         reinterpret(d_buf, gl.float8e4nv, [HALF, BLOCK], CODES).store(codes)
         fence_async_shared()
+        if C == 0:
+            note_for_storer(told_note, word, block)
         mbarrier.arrive(results_full.index(C), count=1)
     else:
         if C == 1:
@@ -175,7 +180,7 @@ def finish_tile(
 
 @gluon.jit
 def consume(
-    bars, bufs, d_bufs, tables, counters, peers, pool, slots, act_scales, biases, early, pool_rows, clamp,
+    bars, bufs, d_bufs, told_note, tables, counters, peers, pool, slots, act_scales, biases, early, pool_rows, clamp,
     H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr, LEADS: gl.constexpr, ACTIVATION: gl.constexpr,
     CLAMP: gl.constexpr, BIAS: gl.constexpr, CODES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -187,17 +192,13 @@ def consume(
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     LR: gl.constexpr = gl.SliceLayout(1, L)
     pull_early_rows(tables, counters, peers, pool[0], pool[1], early, pool_rows, H, True, C)
-    end = end_of_tiles(sizes, H, INTER)
-    place = gl.program_id(0)
     it0 = 0
     turn = 0
     told = 0
-    word, block = read_tile(tiles, place, end)
-    while place < end:
+    word, block = await_tile(it0, bars, bufs, STAGES)
+    expert, n, valid, second = unpack(word)
+    while valid > 0:
         tile = (word, block)
-        expert, n, valid, second = unpack(word)
-        place += gl.num_programs(0)
-        word, block = read_tile(tiles, place, end)
         if C == 1:
             mbarrier.wait(lead.index(turn % LEADS), (turn // LEADS) & 1)
         num_k = UP_K if second == 0 else DOWN_K
@@ -207,10 +208,10 @@ def consume(
             if BIAS:
                 starts = tile_biases(tile[0], biases, H, INTER)
             f0, f1 = sum_tile(it0, num_k, turn, starts, bars, bufs, STAGES, LEADS, BIAS, C)
-            told = tell_read(bars, told, second, C)
+            told = tell_read(bars, told, tile, told_note, C)
             told = finish_tile(
-                tile, f0, f1, weights, bars, d_bufs, tables, slots, act_scales, pool_rows, clamp, told, H, ACTIVATION,
-                CLAMP, BIAS, CODES, C,
+                tile, f0, f1, weights, bars, d_bufs, told_note, tables, slots, act_scales, pool_rows, clamp, told, H,
+                ACTIVATION, CLAMP, BIAS, CODES, C,
             )  # fmt: skip
         else:
             for k in range(num_k):
@@ -219,6 +220,9 @@ def consume(
                 mbarrier.arrive(empty.index(s), count=1)
         it0 += num_k
         turn += 1
+        word, block = await_tile(it0, bars, bufs, STAGES)
+        expert, n, valid, second = unpack(word)
+    tell_end(bars, told, told_note, C)
 
 
 # ---------------------------------------------------------------- the kernel
@@ -227,8 +231,8 @@ def consume(
 @gluon.jit(do_not_specialize=["budget_ns", "clamp", "early"])
 def mega_moe_kernel(
     rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc, tiles, sizes, row_source, row_target,
-    row_weights, pulled, finished, consumed, error, budget_ns, deltas, words, scales, slots, pool_words, pool_scales,
-    act_scales, up_scales, down_scales, up_bias, down_bias, early, pool_rows, clamp, H: gl.constexpr,
+    row_weights, pulled, finished, consumed, claimed, error, budget_ns, deltas, words, scales, slots, pool_words,
+    pool_scales, act_scales, up_scales, down_scales, up_bias, down_bias, early, pool_rows, clamp, H: gl.constexpr,
     INTER: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr,
     CLAMP: gl.constexpr, BIAS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
@@ -241,7 +245,7 @@ def mega_moe_kernel(
         row_scales_desc, act_scales_desc: fp32 [H / 128, S] and [I / 128, S], boxes [1, 64].
         tiles: int32 pairs, see ``triton_route``. sizes: int32, the rows that there are.
         row_source, row_target, row_weights: [P], see ``triton_route``.
-        pulled, finished, consumed: int32 [P / 128], zeros.
+        pulled, finished, consumed: int32 [P / 128], zeros. claimed: int32 [1], the number of programs.
         error, budget_ns, deltas: as in ``PeerMemory``. words, scales, slots: my part of the symmetric memory.
         pool_words, pool_scales, act_scales: the same memory as the descriptors'.
         up_scales, down_scales: fp32 [e, 2 I / 128, H / 128] and [e, H / 128, I / 128].
@@ -273,9 +277,11 @@ def mega_moe_kernel(
         mbarrier.init(results_full.index(c), count=1)
         mbarrier.init(results_empty.index(c), count=1)
     bars = (full, empty, lead, results_full, results_empty)
-    bufs = (a_bufs, b_bufs, s_bufs, w_bufs)
+    notes = gl.allocate_shared_memory(gl.int32, [STAGES, 2], NOTE_LAYOUT)
+    told_note = gl.allocate_shared_memory(gl.int32, [2], NOTE_LAYOUT)
+    bufs = (a_bufs, b_bufs, s_bufs, w_bufs, notes)
     tables = (tiles, sizes, row_source, row_target, row_weights)
-    counters = (pulled, finished, consumed)
+    counters = (pulled, finished, consumed, claimed)
     peers = (deltas, words, scales)
     descs = (rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc)
     waits = (error, budget_ns)
@@ -289,15 +295,15 @@ def mega_moe_kernel(
             (
                 consume,
                 (
-                    bars, bufs, d_bufs, tables, counters, peers, pool, slots, act_scales, biases, early, pool_rows,
-                    clamp, H, INTER, STAGES, LEADS, ACTIVATION, CLAMP, BIAS, CODES, 0,
+                    bars, bufs, d_bufs, told_note, tables, counters, peers, pool, slots, act_scales, biases, early,
+                    pool_rows, clamp, H, INTER, STAGES, LEADS, ACTIVATION, CLAMP, BIAS, CODES, 0,
                 ),
             ),
             (
                 consume,
                 (
-                    bars, bufs, d_bufs, tables, counters, peers, pool, slots, act_scales, biases, early, pool_rows,
-                    clamp, H, INTER, STAGES, LEADS, ACTIVATION, CLAMP, BIAS, CODES, 1,
+                    bars, bufs, d_bufs, told_note, tables, counters, peers, pool, slots, act_scales, biases, early,
+                    pool_rows, clamp, H, INTER, STAGES, LEADS, ACTIVATION, CLAMP, BIAS, CODES, 1,
                 ),
             ),
             (
@@ -307,7 +313,7 @@ def mega_moe_kernel(
                     TOGETHER, True,
                 ),
             ),
-            (store_tiles, (act_desc, bars, d_bufs, tables, counters, pool_rows, H, INTER, CODES)),
+            (store_tiles, (act_desc, bars, d_bufs, told_note, counters, pool_rows, CODES)),
             (pull_rows, (tables, counters, waits, peers, pool_words, pool_scales, early, pool_rows, H, CHUNK, True, 0)),
             (pull_rows, (tables, counters, waits, peers, pool_words, pool_scales, early, pool_rows, H, CHUNK, True, 1)),
         ],

@@ -36,6 +36,9 @@ TOKEN_BITS = gl.constexpr(flag_words.TOKEN_BITS)
 WEIGHT_SCALES_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 """Of the scales of a stage's weights, one for each half of the columns."""
 
+NOTE_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+"""Of the two words of a tile."""
+
 RESULTS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16))
 
 # ---------------------------------------------------------------- tiles
@@ -48,20 +51,30 @@ def columns_tiles(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def end_of_tiles(sizes, H: gl.constexpr, INTER: gl.constexpr):
-    """End of this program's places in the table of tiles; it takes its number, and every ``num_programs``-th after."""
-    tiles = gl.load(sizes) // BLOCK * (INTER // BLOCK + columns_tiles(H))
-    programs = gl.num_programs(0)
-    me = gl.program_id(0)
-    return me + (tiles + programs - 1 - me) // programs * programs
+def count_tiles(sizes, H: gl.constexpr, INTER: gl.constexpr):
+    return gl.load(sizes) // BLOCK * (INTER // BLOCK + columns_tiles(H))
 
 
 @gluon.jit
-def read_tile(tiles, place, end):
+def read_tile(tiles, place, num_tiles):
     """The two words of a tile; valid == 0 and block 0 from the end on."""
-    inside = place < end
+    inside = place < num_tiles
     word = gl.load(tiles + 2 * place, mask=inside, other=0)
     return word, gl.load(tiles + 2 * place + 1, mask=inside, other=0)
+
+
+@gluon.jit
+def read_note(note, L: gl.constexpr):
+    """The two words of a tile from shared memory."""
+    return note.slice(0, 1, 0).load(L).item(), note.slice(1, 1, 0).load(L).item()
+
+
+@gluon.jit
+def await_tile(it, bars, bufs, STAGES: gl.constexpr):
+    """A consumer's next tile, once its first stage is there: the loader's note lies beside that."""
+    s = stage_of(it, STAGES)
+    mbarrier.wait(bars[0].index(s), phase_of(it, STAGES))
+    return read_note(bufs[-1].index(s), gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
@@ -117,11 +130,11 @@ def weight_scales(word, scales, H: gl.constexpr, INTER: gl.constexpr):
 
 @gluon.jit
 def load_weights(
-    it, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+    it, first, second, k, two, note, b_desc, w_scales, bars, bufs, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
     SCALED: gl.constexpr,
 ):  # fmt: skip
     """Asks for both halves' columns of TOGETHER blocks of K, once their stages are free, and SCALED puts their scales
-    beside them. So many times 128 bytes of each row are contiguous, which suits DRAM."""
+    beside them. So many times 128 bytes of each row are contiguous, which suits DRAM. ``note``: beside the first."""
     full, empty, lead, results_full, results_empty = bars
     values = ()
     if SCALED:
@@ -130,6 +143,9 @@ def load_weights(
     for h in gl.static_range(TOGETHER):
         s = stage_of(it + h, STAGES)
         mbarrier.wait(empty.index(s), phase_of(it + h, STAGES) ^ 1)
+        if h == 0:
+            if k == 0:
+                bufs[-1].index(s).store(note)
         # The byte count is a compile-time one.
         if SCALED:
             mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK + BLOCK * 4, pred=two)
@@ -185,11 +201,16 @@ def counter_of(word, block, pulled, finished, INTER: gl.constexpr):
 
 @gluon.jit
 def load_tile(
-    it, ready, awaited, block, following, row, first, second, two, a_desc, scales_desc, b_desc, w_scales, bars, bufs,
-    waits, NK: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALED: gl.constexpr,
+    it, ready, awaited, word, block, places, row, first, second, two, a_desc, scales_desc, b_desc, w_scales, bars, bufs,
+    waits, INTER: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Feeds one tile. Returns whether the ``following`` one's rows are there, as seen near the end of this one."""
+    """Feeds one tile. Near its end takes the next one; returns that, and whether its rows are there.
+
+    places: (tiles, how many there are, the counter of those taken, pulled, finished).
+    """
     error, budget_ns = waits
+    tiles, num_tiles, claimed, pulled, finished = places
+    note = gl.where(pieces.lanes(2) == 0, word, block)
     AHEAD: gl.constexpr = STAGES if STAGES < NK else NK
     LOOK: gl.constexpr = NK - PEEK if NK > PEEK + AHEAD else AHEAD
     gl.static_assert(NK % TOGETHER == 0 and STAGES % TOGETHER == 0 and PEEK % TOGETHER == 0)
@@ -197,7 +218,9 @@ def load_tile(
     if ready == 0:
         if flags.load_counter(awaited[0]) < awaited[1]:
             for k in range(0, AHEAD, TOGETHER):
-                load_weights(it + k, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES, TOGETHER, SCALED)
+                load_weights(
+                    it + k, first, second, k, two, note, b_desc, w_scales, bars, bufs, STAGES, TOGETHER, SCALED
+                )
             flags.wait_for_counter(awaited[0], awaited[1], block, awaited[2], error, budget_ns, False)
             for k in range(0, AHEAD, TOGETHER):
                 load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, TOGETHER, SCALED)
@@ -205,16 +228,19 @@ def load_tile(
         else:
             flags.fence_proxies()
     for k in range(start, LOOK, TOGETHER):
-        load_weights(it + k, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES, TOGETHER, SCALED)
+        load_weights(it + k, first, second, k, two, note, b_desc, w_scales, bars, bufs, STAGES, TOGETHER, SCALED)
         load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, TOGETHER, SCALED)
+    place = flags.take(claimed)
+    word, block = read_tile(tiles, place, num_tiles)
+    following = counter_of(word, block, pulled, finished, INTER)
     next_ready = 0
     if flags.load_counter(following[0]) >= following[1]:
         next_ready = 1
         flags.fence_proxies()
     for k in range(LOOK, NK, TOGETHER):
-        load_weights(it + k, first, second, k, two, b_desc, w_scales, bars, bufs, STAGES, TOGETHER, SCALED)
+        load_weights(it + k, first, second, k, two, note, b_desc, w_scales, bars, bufs, STAGES, TOGETHER, SCALED)
         load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, TOGETHER, SCALED)
-    return next_ready
+    return next_ready, following, word, block
 
 
 @gluon.jit
@@ -225,53 +251,53 @@ def load_tiles(
     """The loader. ``scales``: pointers to those of both weights. Without SCALED anything stands for scales."""
     rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc = descs
     tiles, sizes, row_source, row_target, row_weights = tables
-    pulled, finished, consumed = counters
+    pulled, finished, consumed, claimed = counters
     STEP: gl.constexpr = BLOCK if SCALED else HALF
     UP_K: gl.constexpr = H // STEP
     DOWN_K: gl.constexpr = INTER // STEP
-    end = end_of_tiles(sizes, H, INTER)
-    place = gl.program_id(0)
+    num_tiles = count_tiles(sizes, H, INTER)
+    places = (tiles, num_tiles, claimed, pulled, finished)
     it = 0
     ready = 0
-    word, block = read_tile(tiles, place, end)
+    word, block = read_tile(tiles, gl.program_id(0), num_tiles)
     awaited = counter_of(word, block, pulled, finished, INTER)
-    while place < end:
-        expert, n, valid, second = unpack(word)
+    expert, n, valid, second = unpack(word)
+    while valid > 0:
         two = valid > HALF
-        this = block
         row = pool_row(block, pool_rows)
         w_scales = scales[0]
         if SCALED:
             w_scales = weight_scales(word, scales, H, INTER)
-        place += gl.num_programs(0)
-        word, block = read_tile(tiles, place, end)
-        following = counter_of(word, block, pulled, finished, INTER)
         if second == 0:
             gate = expert * (2 * INTER) + n * BLOCK
-            ready = load_tile(
-                it, ready, awaited, this, following, row, gate, gate + INTER, two, rows_desc, row_scales_desc, up_desc,
-                w_scales, bars, bufs, waits, UP_K, STAGES, TOGETHER, SCALED,
+            ready, awaited, word, block = load_tile(
+                it, ready, awaited, word, block, places, row, gate, gate + INTER, two, rows_desc, row_scales_desc,
+                up_desc, w_scales, bars, bufs, waits, INTER, UP_K, STAGES, TOGETHER, SCALED,
             )  # fmt: skip
             it += UP_K
         else:
             # Past the last column are the next expert's: they are not stored.
             col = expert * H + n * (2 * BLOCK)
-            ready = load_tile(
-                it, ready, awaited, this, following, row, col, col + BLOCK, two, act_desc, act_scales_desc, down_desc,
-                w_scales, bars, bufs, waits, DOWN_K, STAGES, TOGETHER, SCALED,
+            ready, awaited, word, block = load_tile(
+                it, ready, awaited, word, block, places, row, col, col + BLOCK, two, act_desc, act_scales_desc,
+                down_desc, w_scales, bars, bufs, waits, INTER, DOWN_K, STAGES, TOGETHER, SCALED,
             )  # fmt: skip
             it += DOWN_K
-        awaited = following
+        expert, n, valid, second = unpack(word)
+    # Consumers are told that there are no more.
+    s = stage_of(it, STAGES)
+    mbarrier.wait(bars[1].index(s), phase_of(it, STAGES) ^ 1)
+    bufs[-1].index(s).store(pieces.lanes(2) * 0)
+    mbarrier.arrive(bars[0].index(s), count=2 if SCALED else 1)
 
 
 # ---------------------------------------------------------------- the storer
 
 
 @gluon.jit
-def store_half(act_desc, d_bufs, bars, turn, row, n, counter, CODES: gl.constexpr, C: gl.constexpr):
+def store_half(act_desc, d_bufs, bars, row, n, counter, CODES: gl.constexpr, C: gl.constexpr):
     """CODES: the layout of FP8 codes in the buffer, or None: it holds BF16."""
     full, empty, lead, results_full, results_empty = bars
-    mbarrier.wait(results_full.index(C), turn & 1)
     if CODES is None:
         act = d_bufs.index(C)
     else:
@@ -283,33 +309,34 @@ def store_half(act_desc, d_bufs, bars, turn, row, n, counter, CODES: gl.constexp
 
 
 @gluon.jit
-def store_tiles(
-    act_desc, bars, d_bufs, tables, counters, pool_rows, H: gl.constexpr, INTER: gl.constexpr, CODES: gl.constexpr
-):  # fmt: skip
-    """The storer: activated tiles into the pool of GEMM 2's rows. It also counts the tiles of GEMM 2 that have read."""
+def store_tiles(act_desc, bars, d_bufs, told_note, counters, pool_rows, CODES: gl.constexpr):
+    """The storer: activated tiles into the pool of GEMM 2's rows. It also counts the tiles of GEMM 2 that have read.
+
+    ``told_note``: consumer 0's, of the tile that it hands over.
+    """
     full, empty, lead, results_full, results_empty = bars
-    tiles, sizes, row_source, row_target, row_weights = tables
-    pulled, finished, consumed = counters
-    end = end_of_tiles(sizes, H, INTER)
-    place = gl.program_id(0)
+    pulled, finished, consumed, claimed = counters
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     turn0 = 0
     turn1 = 0
-    while place < end:
-        word, block = read_tile(tiles, place, end)
-        expert, n, valid, second = unpack(word)
+    mbarrier.wait(results_full.index(0), turn0 & 1)
+    word, block = read_note(told_note, L)
+    expert, n, valid, second = unpack(word)
+    while valid > 0:
         if second == 0:
             row = pool_row(block, pool_rows)
-            store_half(act_desc, d_bufs, bars, turn0, row, n, finished + block, CODES, 0)
-            turn0 += 1
+            store_half(act_desc, d_bufs, bars, row, n, finished + block, CODES, 0)
             if valid > HALF:
-                store_half(act_desc, d_bufs, bars, turn1, row, n, finished + block, CODES, 1)
+                mbarrier.wait(results_full.index(1), turn1 & 1)
+                store_half(act_desc, d_bufs, bars, row, n, finished + block, CODES, 1)
                 turn1 += 1
         else:
-            mbarrier.wait(results_full.index(0), turn0 & 1)
             mbarrier.arrive(results_empty.index(0), count=1)
             flags.add(consumed + block, 1)
-            turn0 += 1
-        place += gl.num_programs(0)
+        turn0 += 1
+        mbarrier.wait(results_full.index(0), turn0 & 1)
+        word, block = read_note(told_note, L)
+        expert, n, valid, second = unpack(word)
 
 
 # ---------------------------------------------------------------- pulling rows
@@ -340,7 +367,7 @@ def pull_early_rows(
 ):  # fmt: skip
     """Consumer C: four rows at a time, one for each of its warps, which have the registers for much of a row."""
     tiles, sizes, row_source, row_target, row_weights = tables
-    pulled, finished, consumed = counters
+    pulled, finished, consumed, claimed = counters
     deltas, words, scales = peers
     WORDS: gl.constexpr = H // 4 if SCALED else H // 2
     SCALES: gl.constexpr = H // BLOCK if SCALED else 0
@@ -389,7 +416,7 @@ def pull_rows(
     A row waits until its slot's last block is done with. What else is written into the slot comes after its rows.
     """
     tiles, sizes, row_source, row_target, row_weights = tables
-    pulled, finished, consumed = counters
+    pulled, finished, consumed, claimed = counters
     error, budget_ns = waits
     deltas, words, scales = peers
     WORDS: gl.constexpr = H // 4 if SCALED else H // 2
@@ -429,18 +456,36 @@ def pull_rows(
 
 
 @gluon.jit
-def tell_read(bars, told, second, C: gl.constexpr):
+def note_for_storer(told_note, word, block):
+    lane = gl.arange(0, 2, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    told_note.store(gl.where(lane == 0, word, block))
+
+
+@gluon.jit
+def tell_read(bars, told, tile, told_note, C: gl.constexpr):
     """Consumer 0 tells the storer that a tile of GEMM 2 has been summed up, and so read, for both.
 
     ``told``: tiles that the storer was told of before; returns those with this one.
     """
     full, empty, lead, results_full, results_empty = bars
+    word, block = tile
+    second = word >> 24
     if C == 0:
         if second == 1:
             mbarrier.wait(results_empty.index(C), (told & 1) ^ 1)
+            note_for_storer(told_note, word, block)
             mbarrier.arrive(results_full.index(C), count=1)
         told += second
     return told
+
+
+@gluon.jit
+def tell_end(bars, told, told_note, C: gl.constexpr):
+    """Consumer 0 tells the storer that there are no more tiles."""
+    if C == 0:
+        mbarrier.wait(bars[4].index(C), (told & 1) ^ 1)
+        note_for_storer(told_note, told * 0, told * 0)
+        mbarrier.arrive(bars[3].index(C), count=1)
 
 
 @gluon.jit

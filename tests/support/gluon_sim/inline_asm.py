@@ -156,6 +156,12 @@ def _broadcast(x):
     return x
 
 
+@asm(r"atom\.relaxed\.gpu\.global\.add\.u32 v, \[\$1\], 1; shfl\.sync\.idx\.b32 \$0, v, 0, 31, 0xffffffff;")
+def _take(pointer):
+    """Lane 0 counts, and tells the others."""
+    return Int32(int(as_torch(ATOMICS["atomic_add"](pointer, 1, sem="relaxed"))))
+
+
 @asm(r"atom\.relaxed\.gpu\.global\.cas\.b64 old, \[\$1\], 0, \$2; setp\.eq\.u64 p, old, 0;\s+@p st\.relaxed")
 def _first_report(pointer, first, *rest):
     """Words that are written by whoever finds the first one to be 0."""
