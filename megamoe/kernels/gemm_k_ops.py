@@ -103,7 +103,7 @@ def _operator(
     tile: list[int] | None,
 ) -> None:
     rows = RowGroups.psum(ends)
-    chosen = None if tile is None else Tile(*tile[:6], bool(tile[6]), tile[7])
+    chosen = None if tile is None else Tile(*tile[:6], bool(tile[6]), tile[7], bool(tile[8]))
     _execute(a, a_scales, b, b_scales, rows, out, add, chosen)
 
 

@@ -73,7 +73,8 @@ def problem_of(
         kind, usual = rows.kind, -(-a.shape[0] // max(experts, 1))
     if rows is not None and rows.expected is not None:
         usual = min(rows.expected, a.shape[-2])
-    return Problem(usual, experts, n, a.shape[-1], kind, get_num_sms(a.device), wide_only, out_bytes)
+    blocks = a.shape[0] // 128 if kind == "contiguous" else None
+    return Problem(usual, experts, n, a.shape[-1], kind, get_num_sms(a.device), wide_only, out_bytes, blocks)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -214,7 +215,7 @@ def _operator(
     pre: torch.Tensor | None,
 ) -> None:
     rows = None if index is None else RowGroups(kind, index, expected)
-    chosen = None if tile is None else Tile(*tile[:6], bool(tile[6]), tile[7])
+    chosen = None if tile is None else Tile(*tile[:6], bool(tile[6]), tile[7], bool(tile[8]))
     last = chosen, transposed_b, activation, clamp, pre
     execute(a, a_scales, b, b_scales, rows, out, out_scales, c, bias, row_weights, *last)
 

@@ -27,6 +27,7 @@ class Tile:
         k_blocks: blocks of 128 along K in a stage.
         swap: the weights are the tensor cores' 64-row operand.
         skew: stages by which the second consumer trails (BF16).
+        halved: 64 of the rows are a tile, which one consumer computes: more tiles for few rows (FP8 activations).
     """
 
     block_m: int
@@ -37,6 +38,12 @@ class Tile:
     k_blocks: int = 1
     swap: bool = False
     skew: int = 0
+    halved: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of A that a tile computes."""
+        return self.block_m // 2 if self.halved else self.block_m
 
     @property
     def is_wide(self) -> bool:
@@ -56,6 +63,7 @@ class Problem:
         sms: streaming multiprocessors to use.
         wide_only: an activation is fused, which the other kernels lack.
         out_bytes: of an element of the result.
+        blocks: blocks of 128 rows of all groups together, if they are known.
     """
 
     rows: int
@@ -66,6 +74,11 @@ class Problem:
     sms: int
     wide_only: bool = False
     out_bytes: int = 2
+    blocks: int | None = None
+
+    def row_tiles(self, rows: int) -> int:
+        """Tiles of so many rows, over all groups."""
+        return self.groups * _ceil(max(self.rows, 1), rows) if self.blocks is None else self.blocks * (128 // rows)
 
 
 def _ceil(x: int, y: int) -> int:
@@ -107,7 +120,7 @@ def _skinny_stages(block_m: int, block_n: int, k_blocks: int, swap: bool, out_by
 def _group_m(problem: Problem, block_m: int) -> int:
     """Row blocks per band: measured best widths. One block per group: stay inside a group; many: wide bands."""
     blocks = _ceil(problem.rows, block_m)
-    return 1 if blocks <= 1 else 4 if blocks < 16 else 16
+    return 1 if blocks <= 1 else 4 if blocks < 6 else 8 if blocks < 16 else 16
 
 
 def legal_tiles(problem: Problem, dtype: str = "fp8") -> list[Tile]:
@@ -121,6 +134,8 @@ def legal_tiles(problem: Problem, dtype: str = "fp8") -> list[Tile]:
     if dtype == "bf16":
         return tiles
     if problem.wide_only:
+        if problem.rows <= 256:
+            tiles.append(replace(wide, group_m=_group_m(problem, 64), halved=True))
         return tiles
     tiles += [replace(tile, block_n=192) for tile in tiles]
     for block_m, block_n, swap in SKINNY:
@@ -142,10 +157,10 @@ def legal_tiles(problem: Problem, dtype: str = "fp8") -> list[Tile]:
 def is_legal(tile: Tile, problem: Problem, dtype: str = "fp8") -> bool:
     """Whether a kernel can run the tile: one of ``legal_tiles``, or one with fewer stages or another order."""
     stages = {
-        (legal.block_m, legal.block_n, legal.k_blocks, legal.swap): legal.stages
+        (legal.block_m, legal.block_n, legal.k_blocks, legal.swap, legal.halved): legal.stages
         for legal in legal_tiles(problem, dtype)
     }
-    most = stages.get((tile.block_m, tile.block_n, tile.k_blocks, tile.swap), 0)
+    most = stages.get((tile.block_m, tile.block_n, tile.k_blocks, tile.swap, tile.halved), 0)
     order = tile.group_m >= 1 and tile.together in (1, 2) and 0 <= tile.skew < tile.stages
     return 2 <= tile.stages <= most and order
 
@@ -174,6 +189,9 @@ LONG_K = 32
 WIDE_CYCLES = 1122.0
 """Cycles per block of 128 along K of the 128 x 256 tile, tensor cores kept busy (measured)."""
 
+HALVED = 0.72
+"""Cycles of a tile that one consumer computes, relative to a whole one (measured)."""
+
 SHARED_WEIGHTS = 0.15
 """Additional cost of weights that several blocks read at the same time, per further block."""
 
@@ -185,7 +203,7 @@ REPEATED_ROWS = 0.06
 def _compute_cycles(tile: Tile) -> float:
     """Cycles per block of 128 along K when everything is in shared memory."""
     if tile.is_wide:
-        return WIDE_CYCLES * (0.8 if tile.block_n == 192 else 1.0)
+        return WIDE_CYCLES * (0.8 if tile.block_n == 192 else HALVED if tile.halved else 1.0)
     operand, columns = (tile.block_n, tile.block_m) if tile.swap else (tile.block_m, tile.block_n)
     warpgroups = max(operand // 64, 1)
     per_consumer = columns if operand == 128 else columns / 2
@@ -196,8 +214,8 @@ def _compute_cycles(tile: Tile) -> float:
 def cost(tile: Tile, problem: Problem) -> float:
     """Modelled microseconds, bound by arithmetic and L2 of the busiest SM, or by device memory."""
     num_k = _ceil(problem.k, 128)
-    blocks = _ceil(max(problem.rows, 1), tile.block_m)
-    tiles = problem.groups * blocks * _ceil(problem.n, tile.block_n)
+    blocks = _ceil(max(problem.rows, 1), tile.rows)
+    tiles = problem.row_tiles(tile.rows) * _ceil(problem.n, tile.block_n)
     sharing = 1 + SHARED_WEIGHTS * (min(blocks, 4) - 1) if problem.rows <= 128 else 1.0
     # Wide tiles are stored while the next one runs, the others are not.
     store = 12.0 * tile.block_m * tile.block_n / 256
@@ -281,4 +299,5 @@ def is_legal_k(tile: Tile, form: str, out_bytes: int) -> bool:
     """Whether a K-grouped kernel can run the tile: one of ``legal_k_tiles``, or with fewer stages or another order."""
     shape = (tile.block_m, tile.block_n, tile.together, tile.k_blocks, tile.swap) == (128, 256, 1, 1, False)
     order = tile.group_m >= 1 and 0 <= tile.skew < tile.stages and (form == "bf16" or not tile.skew)
+    order &= not tile.halved
     return shape and order and tile.stages >= 2 and store_columns(tile.stages, form, out_bytes) > 0

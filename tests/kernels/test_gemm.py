@@ -391,7 +391,7 @@ def test_operator_is_well_formed(fp8):
     instance = Instance(Case((128, 0, 128), 64, 128, fp8=fp8), 6)
     a, b = instance.a, instance.b
     operands = (a.codes, a.scales, b.codes, b.scales) if fp8 else (a, None, b, None)
-    tile = [128, 256, 3, 8, 1, 1, 0, 0]
+    tile = [128, 256, 3, 8, 1, 1, 0, 0, 0]
     # The check of mutations adds tensors, which torch cannot for FP8.
     tests = ("test_faketensor", "test_aot_dispatch_dynamic") + (() if fp8 else ("test_schema",))
     torch.library.opcheck(

@@ -256,7 +256,7 @@ def test_operator_is_well_formed(fp8):
     operands = (a.codes, a.scales, b.codes, b.scales) if fp8 else (a, None, b, None)
     # The check of mutations adds tensors, which torch cannot for FP8.
     tests = ("test_faketensor", "test_aot_dispatch_dynamic") + (() if fp8 else ("test_schema",))
-    tile = [128, 256, 3, 8, 1, 1, 0, 0]
+    tile = [128, 256, 3, 8, 1, 1, 0, 0, 0]
     out = torch.zeros(2, 64, 96)
     torch.library.opcheck(_operator, (*operands, instance.rows.index, out, True, tile), test_utils=tests)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
@@ -33,13 +35,20 @@ FP8_PAIRS = Run(Case((100, 130), 256, 384), PAIRS, sms=1)
 FP8_TAILS = Run(Case((100, 1, 130), 264, 208), TWO_STAGES)
 FP8_MASKED = Run(Case((0, 130, 1), 256, 256, "masked", 140), WIDE)
 FP8_BANDS = Run(Case((0, 300), 512, 128), WIDE)
+FP8_HALF = Run(Case((100, 64, 1, 70), 256, 384), WIDE, sms=1)
 FP8_NARROW = Run(Case(RAGGED, 456, 256, bias=True), NARROW)
 FP8_ADD = Run(Case((150,), 264, 256, "dense", accumulate=True, **FP32), WIDE)
 FP8_BIAS = Run(Case(RAGGED, 264, 256, bias=True), WIDE)
 SWIGLU_BIAS = Run(Case(RAGGED, 512, 256, activation="swiglu", bias=True), WIDE)
 SWIGLU_CLAMP = Run(Case((100,), 256, 128, activation="swiglu", clamp=0.5), WIDE)
 SWIGLU_FP8 = Run(Case((100, 0, 130), 512, 256, "masked", 140, activation="swiglu", fp8_out=True), WIDE, sms=1)
+SWIGLU_HALVED = Run(
+    Case((100, 1, 64), 512, 256, "contiguous", activation="swiglu", fp8_out=True), replace(WIDE, halved=True)
+)
 SWIGLU_PRE = Run(Case(RAGGED, 512, 256, activation="swiglu", fp8_out=True, pre=True), WIDE)
+
+COUNTED = Run(Case((300, 0, 200), 512, 128), WIDE, sms=5, counted=True)
+COUNTED_IDS = Run(Case((128,) * 5, 512, 128, "contiguous"), WIDE, index=(1, -7, 4, -1, 2), counted=True)
 
 FEW = Run(Case((19, 0, 1), 264, 512, "masked", 21), Tile(16, 128, 3, 2, k_blocks=2, swap=True))
 FEW_PAIRS = Run(Case((19, 0, 16), 264, 384, "masked", 21), Tile(16, 64, 5, 2, together=2, swap=True), sms=1)
@@ -86,6 +95,7 @@ PRODUCT_BF16 = "sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))"
 STORED_MASK = "mask = (offset < valid)[:, None] & (cols < n)[None, :]\n"
 STORED = "tma_store(d_desc, [row, col], d_buf)"
 BUFFERED = "d_buf.store(values)\n    if valid"
+HOLE = "            tile = next_tile(tile, counter, counted)\n            state"
 LAST_GROUP = "gl.load(index + gl.minimum(group, num_groups - 1))"
 ADDED = "pieces.store_wide_rows(d_ptr, row, col, valid, n, sums"
 PRODUCTS_SKINNY = "warpgroup_mma_wait(0, deps=[q0, q1])"
@@ -95,11 +105,14 @@ def after(first: str, second: str) -> str:
     return f"{first}; {second}"
 
 
-def ring(run: Run, pairs: Run, arrivals: int, bytes_expected: str, fewer_bytes: str) -> list[Bug]:
+def ring(
+    run: Run, pairs: Run, arrivals: int, bytes_expected: str, fewer_bytes: str, pair: str = "num_k - k0"
+) -> list[Bug]:
     """The ring of stages, much the same in all three kernels.
 
     Args:
         arrivals: of the loader, for each stage.
+        pair: how many stages are left to be asked for.
     """
     stop = f"{STOP_NOTE}\n    mbarrier.arrive(full.index(s), count={arrivals})"
     return [
@@ -108,8 +121,7 @@ def ring(run: Run, pairs: Run, arrivals: int, bytes_expected: str, fewer_bytes: 
         Bug("loader: note stored before the empty wait", run, EMPTY_WAIT, after(STORE_NOTE, EMPTY_WAIT)),
         Bug("loader: note stored after the arrival", run, STORE_NOTE, "pass", also=((STEP, after(LATE_NOTE, STEP)),)),
         Bug("loader: too few bytes expected", run, bytes_expected, fewer_bytes),
-        Bug("loader: a pair counted whole at an odd end", pairs, ", TOGETHER)\n            if", ", 9)\n            if"),
-        Bug("loader: rows of the next tile", run, "tma_load(a_desc, [a_row,", "tma_load(a_desc, [row,"),
+        Bug("loader: a pair counted whole at an odd end", pairs, f"{STEP}{pair}, TOGETHER)", f"{STEP}{pair}, 9)"),
         Bug("loader: stop note missing", run, STOP_NOTE, "pass"),
         Bug("loader: nobody told of the end", run, stop, STOP_NOTE),
         Bug("loader: stop note stored into a stage in use", run, STOP_WAIT, "pass"),
@@ -137,29 +149,40 @@ FP8_BUGS = [
     Bug("narrow: first wave at the left in all tiles", FP8_NARROW, "first = n_block % 2 * 64", "pass"),
     Bug("turn: nobody starts", FP8_PSUM, FIRST_TURN, ""),
     Bug("turn: both start", FP8_PSUM, FIRST_TURN, "    pieces.pass_turn(C)\n"),
-    Bug("turn: a pass missing in each tile", FP8_PSUM, "pieces.pass_turn(C)\n        scale1", "scale1"),
+    Bug("turn: a pass missing in each tile", FP8_PSUM, "pieces.pass_turn(C)\n            scale1", "scale1"),
+    Bug(
+        "turn: none passed in tiles of one consumer",
+        FP8_HALF,
+        "range(2):\n                    pieces.wait",
+        "range(1):\n                    pieces.wait",
+    ),
+    Bug("half: stages are not freed", FP8_HALF, f"pass_turn(C)\n                {FREE_SKINNY}", "pass_turn(C)"),
+    Bug("half: one stage too few", FP8_HALF, "it += num_k - 1", "it += num_k - 2"),
+    Bug("half: what is to be stored is dropped", FP8_HALF, "it += num_k - 1", "it += num_k - 1; last_valid = 0"),
+    Bug("halved: id of the half's own first row", SWIGLU_HALVED, "row // GROUP_ALIGN * GROUP_ALIGN", "row"),
+    Bug("half: full tiles of one consumer", FP8_HALF, "valid if C == 1 else 1", "0 if C == 1 else 1"),
     Bug("turn: 128 threads", FP8_PSUM, "bar.arrive 9, 256", "bar.arrive 9, 128"),
     Bug("turn: waits on its own barrier", FP8_PSUM, "bar.sync 9, 256", "bar.sync 8, 256"),
     Bug(
         "consumer: frees a stage before its second wave is done",
         FP8_PSUM,
-        f"{SECOND_WAVE}\n            {FREE_BEFORE}",
+        f"{SECOND_WAVE}\n                {FREE_BEFORE}",
         after(FREE_BEFORE, SECOND_WAVE),
     ),
     Bug(
         "consumer: frees a tile's last stage before its second wave is done",
         FP8_PSUM,
-        f"{SECOND_WAVE}\n        if",
-        f"{after(FREE_LAST, SECOND_WAVE)}\n        if",
-        also=((f"p = q\n        {FREE_LAST}", "p = q"),),
+        f"{SECOND_WAVE}\n            if",
+        f"{after(FREE_LAST, SECOND_WAVE)}\n            if",
+        also=((f"p = q\n            {FREE_LAST}", "p = q"),),
     ),
     Bug("consumer: frees the stage in use", FP8_PSUM, FREE_BEFORE, FREE_BEFORE.replace("(it - 1)", "it")),
     Bug("consumer: a tile's last stage is not freed", FP8_PSUM, FREE_LAST, "pass"),
     Bug(
         "consumer: last wave used before it is done",
         FP8_PSUM,
-        f"{SECOND_WAVE}\n        if",
-        SECOND_WAVE.replace("wait(0", "wait(1") + "\n        if",
+        f"{SECOND_WAVE}\n            if",
+        SECOND_WAVE.replace("wait(0", "wait(1") + "\n            if",
     ),
     Bug("consumer: second wave with the first's scale", FP8_PSUM, "scale1 = a * b1", "scale1 = a * b0", occurrences=2),
     Bug("consumer: the first tile stores one before it", FP8_MASKED, "last_valid = 0", "last_valid = 64"),
@@ -192,7 +215,8 @@ FP8_BUGS = [
 ]
 
 SKINNY_BUGS = [
-    *ring(FEW, FEW_PAIRS, 2, "* 128 + SFA_COLS * 4)", "* 128)"),
+    *ring(FEW, FEW_PAIRS, 2, "* 128 + SFA_COLS * 4)", "* 128)", "(num_k - k0) // KS"),
+    Bug("loader: rows of the next tile", FEW, "tma_load(a_desc, [a_row,", "tma_load(a_desc, [row,"),
     Bug("loader: scales stored after the arrival", FEW, STORE_SCALES, "pass", also=((STEP, after(LATE_SCALES, STEP)),)),
     Bug("loader: scales of one K block for both", FEW, "+ lane // 2", "+ lane // 4"),
     Bug("loader: scales beyond the weights", FEW_COLUMNS, "(sfb_row < sfb_rows) & (lane", "(lane"),
@@ -237,6 +261,25 @@ BF16_BUGS = [
 ]
 
 SCHEDULE_BUGS = [
+    Bug(
+        "next: a tile is taken twice", COUNTED, "gl.num_programs(0) + flags.take", "gl.num_programs(0) - 1 + flags.take"
+    ),
+    Bug("next: a tile is left out", COUNTED, "gl.num_programs(0) + flags.take", "gl.num_programs(0) + 1 + flags.take"),
+    Bug(
+        "find: behind a hole at a fixed distance",
+        COUNTED_IDS,
+        HOLE,
+        "            tile += gl.num_programs(0)\n            state",
+    ),
+    Bug("leave: the counter stays", COUNTED, "flags.clear(counter)", "pass"),
+    Bug("leave: whoever leaves clears the counter", COUNTED, " & (tile == gl.num_programs(0) + state[1] - 1)", ""),
+    Bug("leave: counts the programs' first tiles alone", COUNTED, "+ state[1] - 1)", "- 1)"),
+    Bug(
+        "bands: go forth only, and back from beyond",
+        FP8_BANDS,
+        "num_n - 1 - n_block, n_block)",
+        "num_n - n_block, n_block)",
+    ),
     Bug("seek: off by one", FP8_PSUM, "tile >= first + blocks * num_n", "tile > first + blocks * num_n"),
     Bug("seek: reads past the last group", FP8_PSUM, LAST_GROUP, "gl.load(index + group)", occurrences=2),
     Bug("find: takes a tile of no expert", WILD_IDS, "(expert < 0)", "(expert < -100)"),

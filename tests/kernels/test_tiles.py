@@ -129,7 +129,7 @@ def test_a_fused_activation_takes_the_wide_tile():
 
 
 def test_order_of_the_fields_that_the_operator_passes_on():
-    assert astuple(Tile(16, 64, 5, 3, 2, 4, True, 1)) == (16, 64, 5, 3, 2, 4, True, 1)
+    assert astuple(Tile(16, 64, 5, 3, 2, 4, True, 1, False)) == (16, 64, 5, 3, 2, 4, True, 1, False)
 
 
 # ---------------------------------------------------------------- from calls to problems
@@ -218,7 +218,7 @@ def test_kinds_of_problem():
         assert problem(RowGroups.masked(index, 12), masked) == Problem(12, 4, 64, 512, "masked", 7)
         assert problem(RowGroups.masked(index, 97), masked) == Problem(96, 4, 64, 512, "masked", 7)
         ids = torch.zeros(256, dtype=torch.int32)
-        assert problem(RowGroups.contiguous(ids, 0), a) == Problem(0, 4, 64, 512, "contiguous", 7)
+        assert problem(RowGroups.contiguous(ids, 0), a) == Problem(0, 4, 64, 512, "contiguous", 7, blocks=2)
 
 
 def test_constants():

@@ -186,7 +186,12 @@ class Instance:
     def check(self, out: Any) -> None:
         """``out`` is right where it must be written and as it was elsewhere."""
         values = self._values(out)
-        self._check_untouched(values, self._values(self.poisoned()))
+        poisoned = self._values(self.poisoned())
+        self._check_untouched(values, poisoned)
+        if self.case.kind == "contiguous":
+            for _, end in self.written:
+                padding = slice(end, align_up(end))
+                assert not (values[padding] == poisoned[padding]).any(), "padding rows of a block were left out"
         for start, end in self.written:
             if end > start:
                 self._check_rows(values[start:end].float(), self.expected[start:end])

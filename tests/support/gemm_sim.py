@@ -20,18 +20,24 @@ from tests.support.metrics import relative_error
 
 
 @contextmanager
-def simulated_gemm(policy: str, seed: int, sms: int = 3, module: types.ModuleType | None = None) -> Iterator[None]:
+def simulated_gemm(
+    policy: str, seed: int, sms: int = 3, module: types.ModuleType | None = None, counted: bool | None = None
+) -> Iterator[None]:
     """In this block the public functions run on a simulated GPU of ``sms`` multiprocessors.
 
     Args:
         module: has the kernels that run instead of those of the same names in the package.
+        counted: programs take their tiles from a counter; default: but for one seed in three.
     """
+    counted = seed % 3 != 0 if counted is None else counted
+    counter = torch.zeros(1, dtype=torch.int32) if counted else None
 
     def gemm(kind, operands, tile, grid, **options):
-        kernel, arguments = launch.arguments_of(kind, operands, tile, **options)
+        kernel, arguments = launch.arguments_of(kind, operands, tile, counter=counter, **options)
         if module is not None:
             kernel = getattr(module, kernel.fn.__name__)
         gluon_sim.launch(kernel, (grid,), (), dict(arguments, num_warps=4), policy=policy, seed=seed)
+        assert counter is None or counter.item() == 0, "the counter of tiles is not zero for the next launch"
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(launch, "gemm", gemm))
@@ -76,12 +82,14 @@ class Run:
 
     Attributes:
         index: instead of the case's own; see ``run_bounded``.
+        counted: see ``simulated_gemm``.
     """
 
     case: Case
     tile: Tile
     sms: int = 3
     index: tuple[int, ...] | None = None
+    counted: bool | None = None
 
     @property
     def module(self) -> types.ModuleType:
@@ -90,7 +98,7 @@ class Run:
         return fp8 if self.tile.is_wide else skinny
 
     def __call__(self, module: types.ModuleType, policy: str, seed: int) -> None:
-        with simulated_gemm(policy, seed, self.sms, module):
+        with simulated_gemm(policy, seed, self.sms, module, self.counted):
             if self.index is not None:
                 run_bounded(self.case, self.index, self.tile)
                 return

@@ -27,6 +27,8 @@ def load_tiles(
     bars,
     bufs,
     index,
+    counter,
+    counted,
     num_rows,
     num_experts,
     n,
@@ -49,7 +51,9 @@ def load_tiles(
     walk = schedule.problem(index, num_rows, num_experts, num_n, LAYOUT)
     it = 0
     state = schedule.first_group(walk, 128, LAYOUT)
-    tile, state, row, valid, expert, n_block = schedule.find(gl.program_id(0), state, walk, 128, GROUP_M, LAYOUT)
+    tile, state, row, valid, expert, n_block = schedule.find(
+        gl.program_id(0), state, walk, counter, counted, 128, GROUP_M, LAYOUT
+    )
     while state[0] < walk[2]:
         note = pieces.tile_note(row, n_block, valid, expert)
         a_row = row
@@ -81,15 +85,14 @@ def load_tiles(
                     s = (it + h) % STAGES
                     tma_load(a_desc, [a_row, (k0 + h) * 64], full.index(s), a_bufs.index(s))
             it += gl.minimum(num_k - k0, TOGETHER)
-            if k0 == 0:
-                # Looks for the next tile while the ring is full.
-                tile, state, row, valid, expert, n_block = schedule.find(
-                    tile + gl.num_programs(0), state, walk, 128, GROUP_M, LAYOUT
-                )
+        tile, state, row, valid, expert, n_block = schedule.find(
+            schedule.next_tile(tile, counter, counted), state, walk, counter, counted, 128, GROUP_M, LAYOUT
+        )
     s = it % STAGES
     mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
     notes.index(s).store(pieces.tile_note(it * 0, 0, 0, 0))
     mbarrier.arrive(full.index(s), count=1)
+    schedule.leave(tile, state, counter, counted)
 
 
 @gluon.jit
@@ -197,8 +200,8 @@ def consume_tiles(
 
 
 @gluon.jit(
-    do_not_specialize=["num_rows", "num_experts", "n8", "k", "clamp"],
-    do_not_specialize_on_alignment=["start_ptr", "weights_ptr", "index"],
+    do_not_specialize=["counted", "num_rows", "num_experts", "n8", "k", "clamp"],
+    do_not_specialize_on_alignment=["start_ptr", "weights_ptr", "index", "counter"],
 )
 def bf16_gemm_kernel(
     a_desc,
@@ -209,6 +212,8 @@ def bf16_gemm_kernel(
     start_ptr,
     weights_ptr,
     index,
+    counter,
+    counted,
     num_rows,
     num_experts,
     n8,
@@ -236,7 +241,7 @@ def bf16_gemm_kernel(
             [experts, K, N], boxes [1, 64, 256] (TRANSPOSED_B). d_desc: D, boxes [64, 256] (WIDE) or [64, 128].
         pre_desc: with PRE the sums before the activation, bf16 [2, rows, N / 2], boxes [1, 64, 128].
         start_ptr: the bias [experts, N], or C like D (START; D may be C).
-        weights_ptr: fp32 [rows], routing weights. index: see ``schedule``. n8: N / 8.
+        weights_ptr: fp32 [rows], routing weights. index, counter, counted: see ``schedule``. n8: N / 8.
     """
     n = n8 * 8
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 128, 64], a_desc.layout)
@@ -322,6 +327,8 @@ def bf16_gemm_kernel(
                     bars,
                     bufs,
                     index,
+                    counter,
+                    counted,
                     num_rows,
                     num_experts,
                     n,

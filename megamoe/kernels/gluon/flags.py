@@ -63,6 +63,19 @@ def take(counter):
 
 
 @gluon.jit
+def clear(counter):
+    """The counter is 0, for later launches."""
+    gl.inline_asm_elementwise(
+        "st.relaxed.gpu.global.b32 [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r,~{memory}",
+        [counter, 0],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _now():
     """Nanoseconds, int64, the same in all lanes."""
     return gl.inline_asm_elementwise(

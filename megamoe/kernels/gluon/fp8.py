@@ -41,6 +41,8 @@ def load_tiles(
     bufs,
     sfb_ptr,
     index,
+    counter,
+    counted,
     num_rows,
     num_experts,
     n,
@@ -49,6 +51,7 @@ def load_tiles(
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     TOGETHER: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     WIDTH: gl.constexpr,
     BOTH: gl.constexpr,
 ):
@@ -64,8 +67,10 @@ def load_tiles(
     lane = pieces.lanes(2)
     walk = schedule.problem(index, num_rows, num_experts, num_n, LAYOUT)
     it = 0
-    state = schedule.first_group(walk, 128, LAYOUT)
-    tile, state, row, valid, expert, n_block = schedule.find(gl.program_id(0), state, walk, 128, GROUP_M, LAYOUT)
+    state = schedule.first_group(walk, BLOCK_M, LAYOUT)
+    tile, state, row, valid, expert, n_block = schedule.find(
+        gl.program_id(0), state, walk, counter, counted, BLOCK_M, GROUP_M, LAYOUT
+    )
     while state[0] < walk[2]:
         first, second = wave_columns(n_block, n, WIDTH, BOTH)
         a_row = row
@@ -113,15 +118,14 @@ def load_tiles(
                     notes.index(s).store(note)
                     mbarrier.arrive(full.index(s), count=1)
             it += gl.minimum(num_k - k0, TOGETHER)
-            if k0 == 0:
-                # Looks for the next tile while the ring is full.
-                tile, state, row, valid, expert, n_block = schedule.find(
-                    tile + gl.num_programs(0), state, walk, 128, GROUP_M, LAYOUT
-                )
+        tile, state, row, valid, expert, n_block = schedule.find(
+            schedule.next_tile(tile, counter, counted), state, walk, counter, counted, BLOCK_M, GROUP_M, LAYOUT
+        )
     s = it % STAGES
     mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
     notes.index(s).store(pieces.tile_note(it * 0, 0, 0, 0))
     mbarrier.arrive(full.index(s), count=2)
+    schedule.leave(tile, state, counter, counted)
 
 
 @gluon.jit
@@ -250,75 +254,48 @@ def consume_tiles(
     while valid > 0:
         row += C * 64
         valid -= C * 64
-        col = n_block * STEP
-        if LATE == 1:
-            second, first = wave_columns(n_block, n, WIDTH, BOTH)
-        else:
-            first, second = wave_columns(n_block, n, WIDTH, BOTH)
-        # K block 0; the tile before is stored under wave 0.
-        s = it % STAGES
-        a = sfa_bufs.index(s).reshape([128]).slice(C * 64, 64, 0).load(LR)
-        b0 = sfb_bufs.index(s).slice(LATE, 1, 0).load(LR)
-        b1 = sfb_bufs.index(s).slice(1 - LATE, 1, 0).load(LR)
-        pieces.wait_turn(C)
-        running = wave(a_bufs, b_bufs, s, C, p)
-        pieces.pass_turn(C)
-        if BOTH:
-            store_activated(
-                d_desc,
-                d_buf,
-                results,
-                last_row,
-                last_col,
-                last_valid,
-                last_expert,
-                f0,
-                f1,
-                LAYOUT,
-                ACTIVATION,
-                CLAMP,
-                WEIGHTED,
-                OUT,
-            )
-        else:
-            store_part(d1_desc, d_ptr, d1_buf, last_row, last_col, last_valid, columns, f1, OUT)
-        if BIAS:
-            f0 = pieces.bias_rows(bias_ptr, col + first, expert, n, L, 64, W0)
-        p = warpgroup_mma_wait(0, deps=[running])
-        if BIAS:
-            f0 += p * (a * b0)[:, None]
-        else:
-            f0 = p * (a * b0)[:, None]
-        pieces.wait_turn(C)
-        if NARROW:
-            running1 = wave(a_bufs, b1_bufs, s, C, q)
-        else:
-            running1 = wave(a_bufs, b1_bufs, s, C, p)
-        pieces.pass_turn(C)
-        scale1 = a * b1
-        if BIAS:
-            f1 = pieces.bias_rows(bias_ptr, col + second, expert, n, L1, 64, W1)
-        else:
-            f1 = gl.full([64, W1], 0.0, gl.float32, L1)
-        for _ in range(1, num_k):  # not unrolled: ptxas would spill
-            it += 1
+        # Consumer 0 has a row in every tile.
+        left = valid if C == 1 else 1
+        if left > 0:
+            col = n_block * STEP
+            if LATE == 1:
+                second, first = wave_columns(n_block, n, WIDTH, BOTH)
+            else:
+                first, second = wave_columns(n_block, n, WIDTH, BOTH)
+            # K block 0; the tile before is stored under wave 0.
             s = it % STAGES
-            mbarrier.wait(full.index(s), (it // STAGES) & 1)
-            q = warpgroup_mma_wait(0, deps=[running1])
-            mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
-            # After the arrive: Triton puts a barrier between it and the next shared read, which must not be the wave.
             a = sfa_bufs.index(s).reshape([128]).slice(C * 64, 64, 0).load(LR)
             b0 = sfb_bufs.index(s).slice(LATE, 1, 0).load(LR)
             b1 = sfb_bufs.index(s).slice(1 - LATE, 1, 0).load(LR)
-            f1 += q * of_rows(scale1, L1)[:, None]
             pieces.wait_turn(C)
-            if NARROW:
-                running = wave(a_bufs, b_bufs, s, C, p)
-            else:
-                running = wave(a_bufs, b_bufs, s, C, q)
+            running = wave(a_bufs, b_bufs, s, C, p)
             pieces.pass_turn(C)
+            if BOTH:
+                store_activated(
+                    d_desc,
+                    d_buf,
+                    results,
+                    last_row,
+                    last_col,
+                    last_valid,
+                    last_expert,
+                    f0,
+                    f1,
+                    LAYOUT,
+                    ACTIVATION,
+                    CLAMP,
+                    WEIGHTED,
+                    OUT,
+                )
+            else:
+                store_part(d1_desc, d_ptr, d1_buf, last_row, last_col, last_valid, columns, f1, OUT)
+            if BIAS:
+                f0 = pieces.bias_rows(bias_ptr, col + first, expert, n, L, 64, W0)
             p = warpgroup_mma_wait(0, deps=[running])
-            f0 += p * (a * b0)[:, None]
+            if BIAS:
+                f0 += p * (a * b0)[:, None]
+            else:
+                f0 = p * (a * b0)[:, None]
             pieces.wait_turn(C)
             if NARROW:
                 running1 = wave(a_bufs, b1_bufs, s, C, q)
@@ -326,21 +303,61 @@ def consume_tiles(
                 running1 = wave(a_bufs, b1_bufs, s, C, p)
             pieces.pass_turn(C)
             scale1 = a * b1
-        # The second wave of the last K block still runs.
-        last_row = row
-        last_col = col + (0 if BOTH else second)
-        last_valid = valid
-        last_expert = expert
-        if not BOTH:
-            store_part(d_desc, d_ptr, d_buf, row, col + first, valid, columns, f0, OUT)
-        q = warpgroup_mma_wait(0, deps=[running1])
-        if not NARROW:
-            p = q
-        mbarrier.arrive(empty.index(it % STAGES), count=1)
-        f1 += q * of_rows(scale1, L1)[:, None]
-        if PRE:
-            pieces.store_half(d1_desc, d1_buf, row, col, valid, f0.to(gl.bfloat16), 0)
-            pieces.store_half(d1_desc, d1_buf, row, col, valid, f1.to(gl.bfloat16), 1)
+            if BIAS:
+                f1 = pieces.bias_rows(bias_ptr, col + second, expert, n, L1, 64, W1)
+            else:
+                f1 = gl.full([64, W1], 0.0, gl.float32, L1)
+            for _ in range(1, num_k):  # not unrolled: ptxas would spill
+                it += 1
+                s = it % STAGES
+                mbarrier.wait(full.index(s), (it // STAGES) & 1)
+                q = warpgroup_mma_wait(0, deps=[running1])
+                mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
+                # After the arrive: Triton puts a barrier between it and the next shared read, not to be the wave.
+                a = sfa_bufs.index(s).reshape([128]).slice(C * 64, 64, 0).load(LR)
+                b0 = sfb_bufs.index(s).slice(LATE, 1, 0).load(LR)
+                b1 = sfb_bufs.index(s).slice(1 - LATE, 1, 0).load(LR)
+                f1 += q * of_rows(scale1, L1)[:, None]
+                pieces.wait_turn(C)
+                if NARROW:
+                    running = wave(a_bufs, b_bufs, s, C, p)
+                else:
+                    running = wave(a_bufs, b_bufs, s, C, q)
+                pieces.pass_turn(C)
+                p = warpgroup_mma_wait(0, deps=[running])
+                f0 += p * (a * b0)[:, None]
+                pieces.wait_turn(C)
+                if NARROW:
+                    running1 = wave(a_bufs, b1_bufs, s, C, q)
+                else:
+                    running1 = wave(a_bufs, b1_bufs, s, C, p)
+                pieces.pass_turn(C)
+                scale1 = a * b1
+            # The second wave of the last K block still runs.
+            last_row = row
+            last_col = col + (0 if BOTH else second)
+            last_valid = valid
+            last_expert = expert
+            if not BOTH:
+                store_part(d_desc, d_ptr, d_buf, row, col + first, valid, columns, f0, OUT)
+            q = warpgroup_mma_wait(0, deps=[running1])
+            if not NARROW:
+                p = q
+            mbarrier.arrive(empty.index(it % STAGES), count=1)
+            f1 += q * of_rows(scale1, L1)[:, None]
+            if PRE:
+                pieces.store_half(d1_desc, d1_buf, row, col, valid, f0.to(gl.bfloat16), 0)
+                pieces.store_half(d1_desc, d1_buf, row, col, valid, f1.to(gl.bfloat16), 1)
+        else:
+            # No rows here: only the turns. What is to be stored stays where it is.
+            for k in range(num_k):
+                s = (it + k) % STAGES
+                mbarrier.wait(full.index(s), ((it + k) // STAGES) & 1)
+                for _ in gl.static_range(2):
+                    pieces.wait_turn(C)
+                    pieces.pass_turn(C)
+                mbarrier.arrive(empty.index(s), count=1)
+            it += num_k - 1
         it += 1
         s = it % STAGES
         mbarrier.wait(full.index(s), (it // STAGES) & 1)
@@ -374,8 +391,8 @@ def of_rows(scale, L: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["num_rows", "num_experts", "n8", "k", "sf_stride", "clamp"],
-    do_not_specialize_on_alignment=["sfb_ptr", "bias_ptr", "sf_ptr", "weights_ptr", "index"],
+    do_not_specialize=["counted", "num_rows", "num_experts", "n8", "k", "sf_stride", "clamp"],
+    do_not_specialize_on_alignment=["sfb_ptr", "bias_ptr", "sf_ptr", "weights_ptr", "index", "counter"],
 )
 def fp8_gemm_kernel(
     a_desc,
@@ -390,6 +407,8 @@ def fp8_gemm_kernel(
     sf_ptr,
     weights_ptr,
     index,
+    counter,
+    counted,
     num_rows,
     num_experts,
     n8,
@@ -400,6 +419,7 @@ def fp8_gemm_kernel(
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     TOGETHER: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     WIDTH: gl.constexpr,
     ACTIVATION: gl.constexpr,
     CLAMP: gl.constexpr,
@@ -417,8 +437,10 @@ def fp8_gemm_kernel(
         sfa_desc: scales of A, fp32 [K / 128, rows] (masked: [experts * K / 128, rows]), boxes [1, 128].
         d_desc, d1_desc: D, boxes [64, 128] and [64, WIDTH].
         sfb_ptr: fp32 [experts, ceil(N / 128), ceil(K / 128)].
-        bias_ptr: [experts, N]. weights_ptr: fp32 [rows], routing weights. index: see ``schedule``. n8: N / 8.
+        bias_ptr: [experts, N]. weights_ptr: fp32 [rows], routing weights. n8: N / 8.
+        index, counter, counted: see ``schedule``.
         sf_ptr: scales of D, [columns / 128, rows] (masked: [experts * columns / 128, rows]), stride ``sf_stride``.
+        BLOCK_M: rows that are a tile: 128, or 64, which are consumer 0's; A is loaded by 128 rows all the same.
         WIDTH: columns of the second wave, 128 or 64; 128 with an activation.
     """
     n = n8 * 8
@@ -520,6 +542,8 @@ def fp8_gemm_kernel(
                     bufs,
                     sfb_ptr,
                     index,
+                    counter,
+                    counted,
                     num_rows,
                     num_experts,
                     n,
@@ -528,6 +552,7 @@ def fp8_gemm_kernel(
                     STAGES,
                     GROUP_M,
                     TOGETHER,
+                    BLOCK_M,
                     WIDTH,
                     BOTH,
                 ),

@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.kernels.gluon import bf16, fp8, k_bf16, k_fp8, pieces, schedule, skinny
 from megamoe.kernels.gluon.repeat import repeated
+from megamoe.kernels.gluon.tile_counters import counter_of
 from megamoe.kernels.tiles import Tile, k_form, k_step_rows, store_columns
 
 KINDS = {"dense": schedule.DENSE, "contiguous": schedule.CONTIGUOUS, "psum": schedule.PSUM, "masked": schedule.MASKED}
@@ -148,7 +149,9 @@ def gemm(
     Returns:
         The launch, to be repeated while the tensors lie where they are.
     """
-    kernel, arguments = arguments_of(kind, x, tile, activation=activation, clamp=clamp, transposed_b=transposed_b)
+    kernel, arguments = arguments_of(
+        kind, x, tile, activation=activation, clamp=clamp, transposed_b=transposed_b, counter=counter_of(x.out)
+    )
     return _launched(kernel, arguments, x.a.device.index, sms)
 
 
@@ -180,14 +183,21 @@ def arguments_of(
     activation: str | None = None,
     clamp: float | None = None,
     transposed_b: bool = False,
+    counter: torch.Tensor | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The kernel and its arguments by name, without ``num_warps``."""
+    """The kernel and its arguments by name, without ``num_warps``.
+
+    Args:
+        counter: int32 ``[1]``, zero, from which programs take tiles; None: at fixed distances.
+    """
     if x.a.dtype == torch.bfloat16:
         kernel, arguments = bf16.bf16_gemm_kernel, _bf16_arguments(kind, x, tile, activation, clamp, transposed_b)
     elif tile.is_wide:
         kernel, arguments = fp8.fp8_gemm_kernel, _wide_arguments(kind, x, tile, activation, clamp)
     else:
         kernel, arguments = skinny.fp8_skinny_gemm_kernel, _skinny_arguments(kind, x, tile)
+    arguments["counter"] = torch.empty(1, dtype=torch.int32, device=x.a.device) if counter is None else counter
+    arguments["counted"] = int(counter is not None)
     plain = {name: value.value if isinstance(value, gl.constexpr) else value for name, value in arguments.items()}
     return kernel, plain
 
@@ -219,6 +229,8 @@ def _wide_arguments(kind: str, x: Operands, tile: Tile, activation: str | None, 
         sf_ptr=x.b_scales if x.out_scales is None else x.out_scales,
         weights_ptr=x.b_scales if x.row_weights is None else x.row_weights,
         index=x.index,
+        counter=None,
+        counted=0,
         num_rows=x.num_rows,
         num_experts=experts,
         n8=n // 8,
@@ -229,6 +241,7 @@ def _wide_arguments(kind: str, x: Operands, tile: Tile, activation: str | None, 
         STAGES=tile.stages,
         GROUP_M=tile.group_m,
         TOGETHER=tile.together,
+        BLOCK_M=tile.rows,
         WIDTH=second,
         ACTIVATION=ACTIVATIONS[activation],
         CLAMP=clamp is not None,
@@ -258,6 +271,8 @@ def _skinny_arguments(kind: str, x: Operands, tile: Tile) -> dict[str, Any]:
         d_ptr=x.out,
         bias_ptr=x.b_scales if x.bias is None else x.bias,
         index=x.index,
+        counter=None,
+        counted=0,
         num_rows=x.num_rows,
         num_experts=experts,
         n8=n // 8,
@@ -302,6 +317,8 @@ def _bf16_arguments(
         start_ptr=start_ptr,
         weights_ptr=x.index if x.row_weights is None else x.row_weights,
         index=x.index,
+        counter=None,
+        counted=0,
         num_rows=x.num_rows,
         num_experts=experts,
         n8=n // 8,

@@ -3,10 +3,16 @@
 A group is a run of rows that tiles must not cross: an expert of the psum or masked layout, or all rows of the
 contiguous and dense ones. Counts, ends and ids come from device memory and are bounded here, so no row outside the
 matrix is ever named, whatever they hold.
+
+A program's first tile is the one of its own number. It takes the others from a counter, each shortly before it has
+loaded the one before: so tiles that share operands run at the same time, whatever programs have had to do, L2 has what
+they share, and all end together. Without a counter tiles follow at fixed distances.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from megamoe.kernels.gluon import flags
 
 DENSE = gl.constexpr(0)
 CONTIGUOUS = gl.constexpr(1)
@@ -81,18 +87,30 @@ def tile_rows(tile, state, walk, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, L
     index, num_rows, num_groups, num_experts, num_n = walk
     group, first, blocks, start, end = state
     m_block, n_block = tile_in_group(tile - first, blocks, num_n, GROUP_M)
+    # Every second band goes back over the columns, whose last ones are still in L2.
+    n_block = gl.where(m_block // GROUP_M % 2 == 1, num_n - 1 - n_block, n_block)
     row = start + m_block * BLOCK_M
     valid = gl.minimum(end - row, BLOCK_M)
     expert = group
     if LAYOUT == CONTIGUOUS:
         # One expert per aligned block of rows; its padding rows (-1) come last.
-        expert = gl.load(index + gl.minimum(row, num_rows - 1))
+        expert = gl.load(index + gl.minimum(row // GROUP_ALIGN * GROUP_ALIGN, num_rows - 1))
         expert = gl.where(expert < num_experts, expert, -1)
     return row, valid, expert, n_block
 
 
 @gluon.jit
-def find(tile, state, walk, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT: gl.constexpr):
+def next_tile(tile, counter, counted):
+    """The number of this program's tile after ``tile``; ``counted``: whether there is a counter."""
+    if counted != 0:
+        tile = gl.num_programs(0) + flags.take(counter)
+    else:
+        tile += gl.num_programs(0)
+    return tile
+
+
+@gluon.jit
+def find(tile, state, walk, counter, counted, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT: gl.constexpr):
     """This program's first tile from ``tile`` on: (its number, the walk's state, and what ``tile_rows`` says).
 
     The state's group is ``num_groups`` if there is none.
@@ -101,7 +119,18 @@ def find(tile, state, walk, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, LAYOUT
     row, valid, expert, n_block = tile_rows(tile, state, walk, BLOCK_M, GROUP_M, LAYOUT)
     if LAYOUT == CONTIGUOUS:
         while (state[0] < walk[2]) & (expert < 0):
-            tile += gl.num_programs(0)
+            tile = next_tile(tile, counter, counted)
             state = seek(tile, state, walk, BLOCK_M, LAYOUT)
             row, valid, expert, n_block = tile_rows(tile, state, walk, BLOCK_M, GROUP_M, LAYOUT)
     return tile, state, row, valid, expert, n_block
+
+
+@gluon.jit
+def leave(tile, state, counter, counted):
+    """Sets the counter back for the next launch; ``tile`` and ``state``: as ``find`` left them at the end.
+
+    Each program that has had a tile has asked once in vain, and the tiles beyond the programs' first ones were asked
+    for once: so many times as there are tiles. Whoever has asked last knows it.
+    """
+    if (counted != 0) & (tile == gl.num_programs(0) + state[1] - 1):
+        flags.clear(counter)

@@ -24,6 +24,8 @@ def load_tiles(
     bufs,
     sfb_ptr,
     index,
+    counter,
+    counted,
     num_rows,
     num_experts,
     n,
@@ -46,9 +48,12 @@ def load_tiles(
     sfb_rows = (n + 127) // 128
     lane = pieces.lanes(SCALES)
     walk = schedule.problem(index, num_rows, num_experts, num_n, LAYOUT)
+    late = gl.maximum(num_k - KS * STAGES, 0) // (KS * TOGETHER) * (KS * TOGETHER)
     it = 0
     state = schedule.first_group(walk, BLOCK_M, LAYOUT)
-    tile, state, row, valid, expert, n_block = schedule.find(gl.program_id(0), state, walk, BLOCK_M, GROUP_M, LAYOUT)
+    tile, state, row, valid, expert, n_block = schedule.find(
+        gl.program_id(0), state, walk, counter, counted, BLOCK_M, GROUP_M, LAYOUT
+    )
     while state[0] < walk[2]:
         note = pieces.tile_note(row, n_block, valid, expert)
         a_row = row
@@ -92,15 +97,16 @@ def load_tiles(
                     notes.index(s).store(note)
                     mbarrier.arrive(full.index(s), count=1)
             it += gl.minimum((num_k - k0) // KS, TOGETHER)
-            if k0 == 0:
+            if k0 == late:
                 # Looks for the next tile while the ring is full.
                 tile, state, row, valid, expert, n_block = schedule.find(
-                    tile + gl.num_programs(0), state, walk, BLOCK_M, GROUP_M, LAYOUT
+                    schedule.next_tile(tile, counter, counted), state, walk, counter, counted, BLOCK_M, GROUP_M, LAYOUT
                 )
     s = it % STAGES
     mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
     notes.index(s).store(pieces.tile_note(it * 0, 0, 0, 0))
     mbarrier.arrive(full.index(s), count=2)
+    schedule.leave(tile, state, counter, counted)
 
 
 @gluon.jit
@@ -246,8 +252,8 @@ def consume_tiles(
 
 
 @gluon.jit(
-    do_not_specialize=["num_rows", "num_experts", "n8", "k"],
-    do_not_specialize_on_alignment=["sfb_ptr", "bias_ptr", "index"],
+    do_not_specialize=["counted", "num_rows", "num_experts", "n8", "k"],
+    do_not_specialize_on_alignment=["sfb_ptr", "bias_ptr", "index", "counter"],
 )
 def fp8_skinny_gemm_kernel(
     a_desc,
@@ -257,6 +263,8 @@ def fp8_skinny_gemm_kernel(
     d_ptr,
     bias_ptr,
     index,
+    counter,
+    counted,
     num_rows,
     num_experts,
     n8,
@@ -314,6 +322,8 @@ def fp8_skinny_gemm_kernel(
                     bufs,
                     sfb_ptr,
                     index,
+                    counter,
+                    counted,
                     num_rows,
                     num_experts,
                     n,
