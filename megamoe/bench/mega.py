@@ -136,7 +136,6 @@ def variants(chosen: MegaSettings, sweep: bool, fp8: bool = True) -> Iterator[tu
             if skew != chosen.skew:
                 yield f"mega skew {skew}", replace(chosen, skew=skew)
         yield "mega chunk 1024", replace(chosen, chunk=1024)
-        yield "mega together 2", replace(chosen, together=2)
         for early in (0, 1, 4):
             if early != chosen.early:
                 yield f"mega early {early}", replace(chosen, early=early)

@@ -22,7 +22,6 @@ from megamoe.kernels.mega_plan import (
     MegaPlan,
     MegaSettings,
     Weight,
-    asked_together,
     next_power_of_two,
 )
 from megamoe.kernels.peer_rows import WARPS, Launch, PeerMemory, flag_arguments, sum_slots
@@ -200,7 +199,6 @@ def compute(
         H=hidden,
         INTER=plan.intermediate_size,
         STAGES=settings.stages,
-        TOGETHER=asked_together(plan, settings),
         CHUNK=min(settings.chunk, triton.next_power_of_2(hidden * rows.element_size() // 4)),
         ACTIVATION=launch.ACTIVATIONS[activation].value,
         CLAMP=bounded,

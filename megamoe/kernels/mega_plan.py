@@ -46,7 +46,6 @@ class MegaSettings:
         lag: blocks by which GEMM 2 trails GEMM 1.
         stages: of the ring.
         skew: stages that the second consumer stays behind the first, 1 to ``stages - 1``; BF16 only.
-        together: blocks of K, of 128 bytes, that are asked for at a time, 1 or 2; see ``asked_together``.
         early: turns in which each consumer pulls four rows before its first tile; 0: none.
         chunk: int32 words that a warp of others copies at a time when it pulls a row.
         consumer_registers, worker_registers: of each thread of those roles.
@@ -57,7 +56,6 @@ class MegaSettings:
     lag: int
     stages: int = 4
     skew: int = 1
-    together: int = 1
     early: int = 1
     chunk: int = 512
     consumer_registers: int = 232
@@ -202,13 +200,6 @@ class MegaPlan:
                 scratch[region.offset : region.offset + region.nbytes].view(region.dtype).view(region.shape)
             )
         return out
-
-
-def asked_together(plan: MegaPlan, settings: MegaSettings) -> int:
-    """Blocks of K that are asked for at a time: one where there is an odd number of them, or of stages."""
-    columns = 128 if plan.memory.fp8 else 64
-    blocks = plan.memory.hidden_size // columns, plan.intermediate_size // columns
-    return 1 if any(number % settings.together for number in (*blocks, settings.stages)) else settings.together
 
 
 def next_power_of_two(n: int) -> int:

@@ -440,7 +440,6 @@ def _check_settings(settings: MegaSettings, all_sms: int) -> None:
         fail_value("settings.sms", settings.sms, rule, "Lower it.")
     for name in ("group", "lag", "skew", "chunk"):
         check_int(f"settings.{name}", getattr(settings, name), 1)
-    check_choice("settings.together", settings.together, (1, 2))
     check_int("settings.early", settings.early, 0)
     if settings.skew >= settings.stages:
         fail_value("settings.skew", settings.skew, f"must be below stages = {settings.stages}", "Lower it.")

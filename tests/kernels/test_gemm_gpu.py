@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
 
 from megamoe.errors import MegaMoEError
 from megamoe.kernels import gemm, gemm_ops, gemm_swiglu, tiles
+from megamoe.kernels.gluon import tile_counters
 from megamoe.kernels.row_groups import RowGroups
 from megamoe.types import Fp8Tensor
 from tests.support.gemm_cases import Case, Instance, compute, standard_cases
@@ -50,6 +52,16 @@ def test_every_tile_masked(tile):
     # More rows than a tile has, none, one, and as many; columns that end inside a tile.
     counts = (tile.block_m + 3, 0, 1, tile.block_m)
     run(Case(counts, 528, 1024, "masked", tile.block_m + 5), tile=tile)
+
+
+ACTIVATED = tiles.legal_tiles(tiles.Problem(64, 4, 512, 512, "psum", 132, wide_only=True))
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "psum", "masked"])
+@pytest.mark.parametrize("tile", ACTIVATED, ids=tile_name)
+def test_every_tile_with_an_activation(tile, kind):
+    counts = (100, 0, 64, 1, 129)
+    run(Case(counts, 512, 512, kind, 130, activation="swiglu", weighted=True, fp8_out=True), tile=tile)
 
 
 @pytest.mark.parametrize("tile", all_tiles("dense", 64), ids=tile_name)
@@ -177,6 +189,46 @@ def test_in_a_graph():
     torch.cuda.synchronize()
     changed = (out.view(torch.int16) != poison.view(torch.int16)).any(1).nonzero().flatten().tolist()
     assert changed == [*range(40), *range(128, 257)]
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_calls_at_the_same_time(fp8, seed):
+    """Results large enough for counters of tiles: streams, and graphs replayed beside them, keep their own."""
+    generator = random.Random(seed)
+    calls, expected = [], []
+    for number in range(4):
+        counts = tuple(generator.choice((0, 1, 64, 129, 500, 1100)) for _ in range(6)) + (700,)
+        instance = Instance(Case(counts, 1536, 256, fp8=fp8), seed + number, "cuda")
+        out = instance.poisoned()
+        assert out.nbytes >= tile_counters.SPAN
+        compute(instance, out, instance.rows)
+        torch.cuda.synchronize()
+        instance.check(out)
+        calls.append((instance, out))
+        expected.append(out.clone())
+    graphs = []
+    for instance, out in calls[:2]:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            compute(instance, out, instance.rows)
+    streams = [torch.cuda.Stream() for _ in calls]
+    for turn in range(60):
+        for instance, out in calls:
+            out.copy_(instance.poisoned())
+        torch.cuda.synchronize()
+        for number in generator.sample(range(4), 4):
+            with torch.cuda.stream(streams[(number + turn) % 4]):
+                for _ in range(3):
+                    if number < 2 and turn % 3:
+                        graphs[number].replay()
+                    else:
+                        compute(*calls[number], calls[number][0].rows)
+        torch.cuda.synchronize()
+        for (_, out), wanted in zip(calls, expected, strict=True):
+            assert torch.equal(out.view(torch.int16), wanted.view(torch.int16)), turn
+        counters = [tile_counters.counter_of(out) for _, out in calls]
+        assert len({counter.data_ptr() for counter in counters}) == 4
+        assert not any(counter.item() for counter in counters)
 
 
 def test_fewer_sms():

@@ -119,7 +119,7 @@ KERNEL_BUGS = [
         "3 * BLOCK * BLOCK, pred=two == 0",
     ),
     Bug("up columns over gate columns", HALF, "index(s).slice(half * BLOCK, BLOCK, 0)", "index(s).slice(0, BLOCK, 0)"),
-    Bug("weights of every other block of K", HALF, "[row, (k + h) * HALF]", "[row, (k + h) * BLOCK]"),
+    Bug("weights of every other block of K", HALF, "[row, k * HALF]", "[row, k * BLOCK]"),
     Bug(
         "half of a row is pulled",
         HALF,

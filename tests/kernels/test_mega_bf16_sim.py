@@ -74,11 +74,11 @@ def test_shapes(hidden, intermediate, seed):
 
 
 @pytest.mark.parametrize(
-    ("sms", "group", "lag", "skew", "together", "early"),
-    [(1, 1, 1, 1, 2, 0), (3, 2, 1, 3, 1, 4), (5, 1, 3, 2, 2, 2), (2, 8, 1, 1, 2, 40)],
+    ("sms", "group", "lag", "skew", "early"),
+    [(1, 1, 1, 1, 0), (3, 2, 1, 3, 4), (5, 1, 3, 2, 2), (2, 8, 1, 1, 40)],
 )
-def test_settings(sms, group, lag, skew, together, early, seed):
-    settings = replace(SETTINGS, sms=sms, group=group, lag=lag, skew=skew, together=together, early=early)
+def test_settings(sms, group, lag, skew, early, seed):
+    settings = replace(SETTINGS, sms=sms, group=group, lag=lag, skew=skew, early=early)
     sizes = replace(TWO, intermediate=512, tokens=24)
     run_calls(sizes, "random", seed, [([24, 20], "random"), ([24, 3], "one")], settings=settings)
 

@@ -44,7 +44,7 @@ def routed(problem: MegaProblem, routing: Routing, kind: str) -> Routing:
 def settings_of(problem: MegaProblem) -> list[MegaSettings]:
     """Those that are chosen, other orders of tiles, and one other compilation."""
     chosen = problem.settings()
-    return [chosen, replace(chosen, group=2, lag=4), replace(chosen, group=16, lag=1, skew=3, together=2, early=40)]
+    return [chosen, replace(chosen, group=2, lag=4), replace(chosen, group=16, lag=1, skew=3, early=40)]
 
 
 def check_bits(rank: int, ranks: int, seed: int, precision: str) -> None:

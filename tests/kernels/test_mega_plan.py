@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from megamoe.config import MoEConfig
 from megamoe.kernels.mega_plan import (
     MegaSettings,
-    asked_together,
     choose_settings,
     least_pool_blocks,
     next_power_of_two,
@@ -229,16 +226,6 @@ def test_settings():
     ):  # fmt: skip
         assert choose_settings(tokens=tokens, **sizes) == MegaSettings(132, 8, fp8_lag, **others)
         assert choose_settings(tokens=tokens, **sizes, fp8=False) == MegaSettings(132, 8, bf16_lag, skew=2, **others)
-
-
-def test_blocks_of_k_that_are_asked_for_at_a_time():
-    two = MegaSettings(132, 8, 8, together=2)
-    for hidden, intermediate, precision, together in (
-        (256, 512, "fp8", 2), (384, 512, "fp8", 1), (256, 640, "fp8", 1), (384, 640, "bf16", 2),
-    ):  # fmt: skip
-        plan = plan_mega(memory(hidden, precision=precision), intermediate, 132)
-        assert asked_together(plan, two) == together and asked_together(plan, replace(two, together=1)) == 1
-        assert asked_together(plan, replace(two, stages=5)) == 1
 
 
 def test_lag_is_of_so_many_tiles():

@@ -96,11 +96,11 @@ def test_slots_and_experts(top_k, experts, seed):
 
 
 @pytest.mark.parametrize(
-    ("sms", "group", "lag", "together", "early"),
-    [(1, 1, 1, 1, 0), (3, 2, 1, 2, 1), (5, 1, 3, 2, 4), (4, 4, 2, 1, 2), (2, 8, 1, 2, 40)],
+    ("sms", "group", "lag", "early"),
+    [(1, 1, 1, 0), (3, 2, 1, 1), (5, 1, 3, 4), (4, 4, 2, 2), (2, 8, 1, 40)],
 )
-def test_settings(sms, group, lag, together, early, seed):
-    settings = replace(SETTINGS, sms=sms, group=group, lag=lag, together=together, early=early)
+def test_settings(sms, group, lag, early, seed):
+    settings = replace(SETTINGS, sms=sms, group=group, lag=lag, early=early)
     sizes = replace(TWO, intermediate=512, tokens=24)
     run_calls(sizes, "random", seed, [([24, 20], "random"), ([24, 3], "one")], settings=settings)
 

@@ -359,9 +359,6 @@ CASES = {
     "skew": (
         dict(settings=MegaSettings(2, 1, 1, skew=4)), ValueError, "settings.skew", 4, "must be below stages = 4"
     ),
-    "together": (
-        dict(settings=MegaSettings(2, 1, 1, together=3)), ValueError, "settings.together", 3, "must be one of 1, 2"
-    ),
     "early": (dict(settings=MegaSettings(2, 1, 1, early=-1)), ValueError, "settings.early", -1, "must be at least 0"),
     "gradients": (
         dict(x=torch.zeros(3, 256).bfloat16().requires_grad_()), ValueError, "x", "requires_grad", "gets no gradient"

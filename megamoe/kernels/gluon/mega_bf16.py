@@ -182,7 +182,7 @@ def mega_moe_bf16_kernel(
     rows_desc, up_desc, act_desc, down_desc, store_desc, tiles, sizes, row_source, row_target, row_weights, pulled,
     finished, consumed, claimed, error, budget_ns, deltas, words, slots, pool_words, up_bias, down_bias, early,
     pool_rows, clamp, H: gl.constexpr, INTER: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr,
-    TOGETHER: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr,
+    CHUNK: gl.constexpr, ACTIVATION: gl.constexpr, CLAMP: gl.constexpr, BIAS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, WORKER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """One launch; e local experts, P rows at most, S rows of the pool.
@@ -250,7 +250,7 @@ def mega_moe_bf16_kernel(
             ),
             (
                 load_tiles,
-                (descs, tables, bars, bufs, tables, counters, waits, pool_rows, H, INTER, STAGES, TOGETHER, False),
+                (descs, tables, bars, bufs, tables, counters, waits, pool_rows, H, INTER, STAGES, False),
             ),
             (store_tiles, (store_desc, bars, d_bufs, told_note, counters, pool_rows, None)),
             (pull_rows, (tables, counters, waits, peers, pool_words, pool_words, early, pool_rows, H, CHUNK, False, 0)),

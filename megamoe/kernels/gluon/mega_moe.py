@@ -233,7 +233,7 @@ def mega_moe_kernel(
     rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc, tiles, sizes, row_source, row_target,
     row_weights, pulled, finished, consumed, claimed, error, budget_ns, deltas, words, scales, slots, pool_words,
     pool_scales, act_scales, up_scales, down_scales, up_bias, down_bias, early, pool_rows, clamp, H: gl.constexpr,
-    INTER: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr,
+    INTER: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr,
     CLAMP: gl.constexpr, BIAS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -310,7 +310,7 @@ def mega_moe_kernel(
                 load_tiles,
                 (
                     descs, (up_scales, down_scales), bars, bufs, tables, counters, waits, pool_rows, H, INTER, STAGES,
-                    TOGETHER, True,
+                    True,
                 ),
             ),
             (store_tiles, (act_desc, bars, d_bufs, told_note, counters, pool_rows, CODES)),

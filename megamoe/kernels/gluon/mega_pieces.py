@@ -130,59 +130,49 @@ def weight_scales(word, scales, H: gl.constexpr, INTER: gl.constexpr):
 
 @gluon.jit
 def load_weights(
-    it, first, second, k, two, note, b_desc, w_scales, bars, bufs, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
-    SCALED: gl.constexpr,
+    it, first, second, k, two, note, b_desc, w_scales, bars, bufs, STAGES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Asks for both halves' columns of TOGETHER blocks of K, once their stages are free, and SCALED puts their scales
-    beside them. So many times 128 bytes of each row are contiguous, which suits DRAM. ``note``: beside the first."""
+    """Asks for both halves' columns of a block of K, once its stage is free, and SCALED puts their scales beside them.
+    ``note``: beside a tile's first."""
     full, empty, lead, results_full, results_empty = bars
-    values = ()
+    values = 0
     if SCALED:
-        for h in gl.static_range(TOGETHER):
-            values = values + (gl.load(w_scales + k + h),)
-    for h in gl.static_range(TOGETHER):
-        s = stage_of(it + h, STAGES)
-        mbarrier.wait(empty.index(s), phase_of(it + h, STAGES) ^ 1)
-        if h == 0:
-            if k == 0:
-                bufs[-1].index(s).store(note)
-        # The byte count is a compile-time one.
-        if SCALED:
-            mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK + BLOCK * 4, pred=two)
-            mbarrier.expect(full.index(s), (2 * BLOCK + HALF) * BLOCK + HALF * 4, pred=two == 0)
-        else:
-            mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK, pred=two)
-            mbarrier.expect(full.index(s), (2 * BLOCK + HALF) * BLOCK, pred=two == 0)
+        values = gl.load(w_scales + k)
+    s = stage_of(it, STAGES)
+    mbarrier.wait(empty.index(s), phase_of(it, STAGES) ^ 1)
+    if k == 0:
+        bufs[-1].index(s).store(note)
+    # The byte count is a compile-time one.
+    if SCALED:
+        mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK + BLOCK * 4, pred=two)
+        mbarrier.expect(full.index(s), (2 * BLOCK + HALF) * BLOCK + HALF * 4, pred=two == 0)
+    else:
+        mbarrier.expect(full.index(s), 3 * BLOCK * BLOCK, pred=two)
+        mbarrier.expect(full.index(s), (2 * BLOCK + HALF) * BLOCK, pred=two == 0)
     for half in gl.static_range(2):
         row = first if half == 0 else second
-        for h in gl.static_range(TOGETHER):
-            s = stage_of(it + h, STAGES)
-            if SCALED:
-                tma_load(b_desc, [row, (k + h) * BLOCK], full.index(s), bufs[1].index(s * 2 + half))
-            else:
-                tma_load(b_desc, [row, (k + h) * HALF], full.index(s), bufs[1].index(s).slice(half * BLOCK, BLOCK, 0))
+        if SCALED:
+            tma_load(b_desc, [row, k * BLOCK], full.index(s), bufs[1].index(s * 2 + half))
+        else:
+            tma_load(b_desc, [row, k * HALF], full.index(s), bufs[1].index(s).slice(half * BLOCK, BLOCK, 0))
     if SCALED:
-        for h in gl.static_range(TOGETHER):
-            s = stage_of(it + h, STAGES)
-            bufs[3].index(s).store(values[h])
-            mbarrier.arrive(full.index(s), count=1)
+        bufs[3].index(s).store(values)
+        mbarrier.arrive(full.index(s), count=1)
 
 
 @gluon.jit
 def load_rows(
-    it, row, k, two, a_desc, scales_desc, bars, bufs, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
-    SCALED: gl.constexpr,
+    it, row, k, two, a_desc, scales_desc, bars, bufs, STAGES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Asks for the rows, and SCALED for their scales; of a half tile only for the upper half's."""
     STEP: gl.constexpr = BLOCK if SCALED else HALF
-    for h in gl.static_range(TOGETHER):
-        s = stage_of(it + h, STAGES)
-        bar = bars[0].index(s)
-        tma_load(a_desc, [row, (k + h) * STEP], bar, bufs[0].index(s * 2))
-        tma_load(a_desc, [row + HALF, (k + h) * STEP], bar, bufs[0].index(s * 2 + 1), pred=two)
-        if SCALED:
-            tma_load(scales_desc, [k + h, row], bar, bufs[2].index(s * 2))
-            tma_load(scales_desc, [k + h, row + HALF], bar, bufs[2].index(s * 2 + 1), pred=two)
+    s = stage_of(it, STAGES)
+    bar = bars[0].index(s)
+    tma_load(a_desc, [row, k * STEP], bar, bufs[0].index(s * 2))
+    tma_load(a_desc, [row + HALF, k * STEP], bar, bufs[0].index(s * 2 + 1), pred=two)
+    if SCALED:
+        tma_load(scales_desc, [k, row], bar, bufs[2].index(s * 2))
+        tma_load(scales_desc, [k, row + HALF], bar, bufs[2].index(s * 2 + 1), pred=two)
 
 
 @gluon.jit
@@ -202,7 +192,7 @@ def counter_of(word, block, pulled, finished, INTER: gl.constexpr):
 @gluon.jit
 def load_tile(
     it, ready, awaited, word, block, places, row, first, second, two, a_desc, scales_desc, b_desc, w_scales, bars, bufs,
-    waits, INTER: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALED: gl.constexpr,
+    waits, INTER: gl.constexpr, NK: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Feeds one tile. Near its end takes the next one; returns that, and whether its rows are there.
 
@@ -213,23 +203,20 @@ def load_tile(
     note = gl.where(pieces.lanes(2) == 0, word, block)
     AHEAD: gl.constexpr = STAGES if STAGES < NK else NK
     LOOK: gl.constexpr = NK - PEEK if NK > PEEK + AHEAD else AHEAD
-    gl.static_assert(NK % TOGETHER == 0 and STAGES % TOGETHER == 0 and PEEK % TOGETHER == 0)
     start = 0
     if ready == 0:
         if flags.load_counter(awaited[0]) < awaited[1]:
-            for k in range(0, AHEAD, TOGETHER):
-                load_weights(
-                    it + k, first, second, k, two, note, b_desc, w_scales, bars, bufs, STAGES, TOGETHER, SCALED
-                )
+            for k in range(0, AHEAD):
+                load_weights(it + k, first, second, k, two, note, b_desc, w_scales, bars, bufs, STAGES, SCALED)
             flags.wait_for_counter(awaited[0], awaited[1], block, awaited[2], error, budget_ns, False)
-            for k in range(0, AHEAD, TOGETHER):
-                load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, TOGETHER, SCALED)
+            for k in range(0, AHEAD):
+                load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, SCALED)
             start = AHEAD + 0
         else:
             flags.fence_proxies()
-    for k in range(start, LOOK, TOGETHER):
-        load_weights(it + k, first, second, k, two, note, b_desc, w_scales, bars, bufs, STAGES, TOGETHER, SCALED)
-        load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, TOGETHER, SCALED)
+    for k in range(start, LOOK):
+        load_weights(it + k, first, second, k, two, note, b_desc, w_scales, bars, bufs, STAGES, SCALED)
+        load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, SCALED)
     place = flags.take(claimed)
     word, block = read_tile(tiles, place, num_tiles)
     following = counter_of(word, block, pulled, finished, INTER)
@@ -237,16 +224,16 @@ def load_tile(
     if flags.load_counter(following[0]) >= following[1]:
         next_ready = 1
         flags.fence_proxies()
-    for k in range(LOOK, NK, TOGETHER):
-        load_weights(it + k, first, second, k, two, note, b_desc, w_scales, bars, bufs, STAGES, TOGETHER, SCALED)
-        load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, TOGETHER, SCALED)
+    for k in range(LOOK, NK):
+        load_weights(it + k, first, second, k, two, note, b_desc, w_scales, bars, bufs, STAGES, SCALED)
+        load_rows(it + k, row, k, two, a_desc, scales_desc, bars, bufs, STAGES, SCALED)
     return next_ready, following, word, block
 
 
 @gluon.jit
 def load_tiles(
     descs, scales, bars, bufs, tables, counters, waits, pool_rows, H: gl.constexpr, INTER: gl.constexpr,
-    STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALED: gl.constexpr,
+    STAGES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """The loader. ``scales``: pointers to those of both weights. Without SCALED anything stands for scales."""
     rows_desc, up_desc, act_desc, down_desc, row_scales_desc, act_scales_desc = descs
@@ -272,7 +259,7 @@ def load_tiles(
             gate = expert * (2 * INTER) + n * BLOCK
             ready, awaited, word, block = load_tile(
                 it, ready, awaited, word, block, places, row, gate, gate + INTER, two, rows_desc, row_scales_desc,
-                up_desc, w_scales, bars, bufs, waits, INTER, UP_K, STAGES, TOGETHER, SCALED,
+                up_desc, w_scales, bars, bufs, waits, INTER, UP_K, STAGES, SCALED,
             )  # fmt: skip
             it += UP_K
         else:
@@ -280,7 +267,7 @@ def load_tiles(
             col = expert * H + n * (2 * BLOCK)
             ready, awaited, word, block = load_tile(
                 it, ready, awaited, word, block, places, row, col, col + BLOCK, two, act_desc, act_scales_desc,
-                down_desc, w_scales, bars, bufs, waits, INTER, DOWN_K, STAGES, TOGETHER, SCALED,
+                down_desc, w_scales, bars, bufs, waits, INTER, DOWN_K, STAGES, SCALED,
             )  # fmt: skip
             it += DOWN_K
         expert, n, valid, second = unpack(word)

@@ -12,29 +12,35 @@ import threading
 import torch
 
 SPAN = 2 << 20
-"""Bytes. Fewer hold no more tiles than a GPU computes at once."""
+"""Bytes. Fewer hold hardly more tiles than a GPU computes at once."""
 
 MOST = 1 << 16
-"""Counters of a device: for twice its memory."""
+"""Counters of a device, about as many as its memory has spans."""
 
 
-class _Counters:
-    """Those of one device. They stay where they are, since graphs know their addresses."""
+class Counters:
+    """Those of one device. They stay where they are, for graphs know their addresses.
 
-    def __init__(self, device: torch.device):
-        self._words = torch.zeros(MOST, dtype=torch.int32, device=device)
-        torch.cuda.synchronize(device)
+    Args:
+        words: int32, zeros.
+    """
+
+    def __init__(self, words: torch.Tensor):
+        self._words = words
         self._of_span: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
 
-    def of(self, address: int) -> torch.Tensor | None:
-        span = address // SPAN
-        if span not in self._of_span and len(self._of_span) < MOST:
+    def of(self, out: torch.Tensor) -> torch.Tensor | None:
+        """The counter of launches that write ``out``, or None if all have been given away."""
+        span = out.data_ptr() // SPAN
+        with self._lock:
             index = len(self._of_span)
-            self._of_span[span] = self._words[index : index + 1]
-        return self._of_span.get(span)
+            if span not in self._of_span and index < self._words.numel():
+                self._of_span[span] = self._words[index : index + 1]
+            return self._of_span.get(span)
 
 
-_devices: dict[int, _Counters] = {}
+_devices: dict[int, Counters] = {}
 _lock = threading.Lock()
 
 
@@ -43,14 +49,16 @@ def counter_of(out: torch.Tensor) -> torch.Tensor | None:
 
     Returns:
         None where there is none: for small results, results without device memory, a device's first GEMM if a graph
-        captures it, and when ``MOST`` counters have been given out. Programs then take tiles at fixed distances.
+        captures it, and when ``MOST`` counters have been given away. Programs then take tiles at fixed distances.
     """
     if not out.is_cuda or out.nbytes < SPAN:
         return None
+    index = out.device.index
     with _lock:
-        index = out.device.index
         if index not in _devices:
             if torch.cuda.is_current_stream_capturing():
                 return None
-            _devices[index] = _Counters(out.device)
-        return _devices[index].of(out.data_ptr())
+            _devices[index] = Counters(torch.zeros(MOST, dtype=torch.int32, device=out.device))
+            # Other streams may use them first.
+            torch.cuda.synchronize(out.device)
+    return _devices[index].of(out)
