@@ -111,6 +111,7 @@ class _Form:
             _short(self.dtype),
             "nn" if self.transposed_b else "nt",
             f"{tile.block_m}x{tile.block_n}",
+            "halved" if tile.halved else None,
             "swapped" if tile.swap else None,
             f"{tile.k_blocks} K blocks" if not tile.is_wide else None,
             f"{tile.stages} stages",
@@ -186,6 +187,12 @@ def _wide_launches(dtype: torch.dtype, transposed_b: bool) -> Iterator[Launch]:
         yield from (form.launch(ROWS[0], tile) for tile in widths.values() if tile == first or form.bias != BF16)
     if not transposed_b:
         yield from (form.launch(ROWS[0], first) for form in _activated(dtype))
+    if dtype == FP8:
+        # Loaders of their own; the epilogues are the same.
+        halved = replace(first, halved=True)
+        form = _Form(dtype, activation="swiglu", weighted=True, out=FP8)
+        yield from (replace(form, kind=kind).launch(ROWS[0], halved) for kind in ("contiguous", "psum", "masked"))
+        yield from (replace(form, **option).launch(ROWS[0], halved) for option in (dict(pre=True), dict(out=BF16)))
 
 
 def _skinny_launches() -> Iterator[Launch]:

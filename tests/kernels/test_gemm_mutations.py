@@ -133,7 +133,7 @@ def ring(
 
 
 FP8_BUGS = [
-    *ring(FP8_PSUM, FP8_PAIRS, 2, "(256 + WIDTH) * 128 + 128 * 4", "(256 + WIDTH) * 128"),
+    *ring(FP8_PSUM, FP8_PAIRS, 2, "(BLOCK_M + 128 + WIDTH) * 128 + 128 * 4", "(BLOCK_M + 128 + WIDTH) * 128"),
     Bug(
         "loader: scales stored after the arrival",
         FP8_PSUM,

@@ -83,6 +83,14 @@ def test_every_bf16_tile(tile, nn):
     Run(case, tile, sms=1 + seed % 3)(None, POLICIES[seed % len(POLICIES)], seed)
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "psum", "masked"])
+@pytest.mark.parametrize("tile", legal_tiles(Problem(64, 4, 512, 384, "psum", 3, wide_only=True)), ids=tile_name)
+def test_every_tile_with_an_activation(tile, kind):
+    seed = seed_of(tile_name(tile) + kind)
+    case = Case((100, 0, 64, 1, 129), 512, 384, kind, 130, activation="swiglu", weighted=True, fp8_out=True)
+    Run(case, tile, sms=1 + seed % 3)(None, POLICIES[seed % len(POLICIES)], seed)
+
+
 # ---------------------------------------------------------------- bounds
 
 KERNELS = {

@@ -93,7 +93,7 @@ def load_tiles(
                 if k0 + h < num_k:
                     s = (it + h) % STAGES
                     mbarrier.wait(empty.index(s), (((it + h) // STAGES) & 1) ^ 1)
-                    mbarrier.expect(full.index(s), (256 + WIDTH) * 128 + 128 * 4)
+                    mbarrier.expect(full.index(s), (BLOCK_M + 128 + WIDTH) * 128 + 128 * 4)
                     tma_load(b_desc, [b_row + first, (k0 + h) * 128], full.index(s), b_bufs.index(s))
                     if TOGETHER == 1:
                         tma_load(b1_desc, [b_row + second, k0 * 128], full.index(s), b1_bufs.index(s))
@@ -105,7 +105,7 @@ def load_tiles(
             for h in gl.static_range(TOGETHER):
                 if k0 + h < num_k:
                     s = (it + h) % STAGES
-                    tma_load(a_desc, [a_row, (k0 + h) * 128], full.index(s), a_bufs.index(s))
+                    tma_load(a_desc, [a_row, (k0 + h) * 128], full.index(s), a_bufs.index(s).slice(0, BLOCK_M, 0))
                     tma_load(sfa_desc, [sfa_row + k0 + h, sfa_col], full.index(s), sfa_bufs.index(s))
             # Last, for the scales of B come from memory too.
             for h in gl.static_range(TOGETHER):
@@ -432,7 +432,7 @@ def fp8_gemm_kernel(
     """One launch: as many programs as SMs.
 
     Args:
-        a_desc: A, boxes [128, 128].
+        a_desc: A, boxes [BLOCK_M, 128].
         b_desc, b1_desc: B as [experts * N, K], boxes [128, 128] and [WIDTH, 128], for the first and the second wave.
         sfa_desc: scales of A, fp32 [K / 128, rows] (masked: [experts * K / 128, rows]), boxes [1, 128].
         d_desc, d1_desc: D, boxes [64, 128] and [64, WIDTH].
@@ -440,7 +440,7 @@ def fp8_gemm_kernel(
         bias_ptr: [experts, N]. weights_ptr: fp32 [rows], routing weights. n8: N / 8.
         index, counter, counted: see ``schedule``.
         sf_ptr: scales of D, [columns / 128, rows] (masked: [experts * columns / 128, rows]), stride ``sf_stride``.
-        BLOCK_M: rows that are a tile: 128, or 64, which are consumer 0's; A is loaded by 128 rows all the same.
+        BLOCK_M: rows that are a tile: 128, or 64, which are consumer 0's.
         WIDTH: columns of the second wave, 128 or 64; 128 with an activation.
     """
     n = n8 * 8

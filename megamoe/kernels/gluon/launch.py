@@ -217,7 +217,7 @@ def _wide_arguments(kind: str, x: Operands, tile: Tile, activation: str | None, 
     # The fp32 results are stored without TMA: any tensor map will do.
     out = x.out if x.out.dtype != torch.float32 else x.a
     return dict(
-        a_desc=descriptor(x.a, (128, 128)),
+        a_desc=descriptor(x.a, (tile.rows, 128)),
         b_desc=descriptor(b, (128, 128)),
         b1_desc=descriptor(b, (second, 128)),
         sfa_desc=descriptor(x.a_scales, (1, 128), SCALES_LAYOUT),
