@@ -117,6 +117,12 @@ ALLOWED_SPILLS = (
         "the same between tiles, where the total starts from the bias",
     ),
     AllowedSpill(
+        "k_grouped_fp8_gemm_kernel",
+        lambda c: not c["BLOCKS"],
+        8,
+        "the loader's place among all tiles, once a tile",
+    ),
+    AllowedSpill(
         "mega_moe_kernel",
         lambda c: c["H"] >= 2048,
         48,

@@ -38,6 +38,8 @@ BANDS = Run(KCase((1,), 384, 512), SKEWED, sms=1)
 MANY = Run(KCase((70,) + (0,) * 128 + (5, 0, 3), 8, 16, add=True), SKEWED, sms=2)
 SAME = Run(KCase((1, 0, 1), 8, 16), SKEWED, sms=1)
 BF16_STOP = Run(KCase((1,) * 4, 8, 16), SKEWED, sms=1)
+BF16_COUNTED = Run(KCase((260, 0, 3), 128, 520), SKEWED, sms=4, counted=True)
+FP8_COUNTED = Run(KCase((260, 0, 3), 128, 520, fp8=True), THREE, sms=4, counted=True)
 FP8_STOP = Run(KCase((1,) * 4, 8, 16, fp8=True), THREE, sms=1)
 FP8_SPARE = Run(KCase((130, 0), 8, 16, spare=128, fp8=True), THREE, sms=1)
 BLOCKS = Run(KCase(RAGGED, 128, 264, fp8=True, blocks=True), THREE, sms=2)
@@ -85,6 +87,7 @@ FIRST_TURN = "    if C == 1:\n        pieces.pass_turn(C)\n"
 def ring(
     run: Run,
     stop: Run,
+    counted: Run,
     bytes_expected: str,
     fewer_bytes: str,
     loaded: str,
@@ -96,7 +99,7 @@ def ring(
     """The loader and the ring of stages, much the same in both kernels.
 
     Args:
-        stop: its last stage holds the first step of a tile.
+        stop: its last stage holds the first step of a tile. counted: takes its tiles from a counter.
         loaded: what stands after the loads. last_wait: for results, with ``tma.store_wait(0)``.
         both_rows: the row of a tile's half.
         arrivals: at a full stage. full_waits: how often a consumer waits for one.
@@ -122,7 +125,9 @@ def ring(
         Bug("loader: nobody told of the end", run, f"{STOP}{arrivals})", STOP_NOTE),
         Bug("loader: stop note stored into a stage in use", stop, STOP_WAIT, f"    {STOP_NOTE}"),
         Bug("loader: experts without rows left out", run, "= 1 if ADD else 0", "= 1"),
-        Bug("loader: walks on twice", run, "if step == 0:", "if step < 2:"),
+        Bug("loader: counts from its own last place", counted, " + place - before", " + place"),
+        Bug("leave: the counter stays", counted, "flags.clear(counter)", "pass"),
+        Bug("leave: counts the programs' first tiles alone", counted, "+ tiles - 1)", "- 1)"),
         Bug("full: another count", run, f"{FULL_COUNT}{arrivals})", f"{FULL_COUNT}3)"),
         Bug(
             "empty: count 1 instead of 2",
@@ -141,9 +146,10 @@ BF16_BUGS = [
     *ring(
         BF16,
         BF16_STOP,
+        BF16_COUNTED,
         "384 * 2 * ROWS)",
         "256 * 2 * ROWS)",
-        "it += 1\n            if",
+        "it += 1\n        turn",
         "row // 128 * 128 + C * 64",
         "cta_barrier()\n    tma.store_wait(0)",
         "1",
@@ -217,6 +223,7 @@ FP8_BUGS = [
     *ring(
         FP8,
         FP8_STOP,
+        FP8_COUNTED,
         "384 * 128 + (128 if BLOCKS else 384) * 4)",
         "384 * 128)",
         "it += 1\n            block",
@@ -376,6 +383,7 @@ BLOCKS_BUGS = [
 ]
 
 SCHEDULE_BUGS = [
+    Bug("turns: shared tiles are counted once", BF16_COUNTED, "tiles + gl.maximum(tiles - first, 0)", "tiles"),
     Bug("shared tiles: the same half twice", SHARED, "2 - past % 2", "2 - past * 0"),
     Bug("shared tiles: one tile to four programs", SHARED, "first + past // 2", "first + past // 4"),
     Bug("rows: start not aligned", BF16, "- 1) // schedule.GROUP_ALIGN * schedule.GROUP_ALIGN", "- 128)"),

@@ -21,18 +21,24 @@ from tests.support.metrics import relative_error
 
 
 @contextmanager
-def simulated_k_gemm(policy: str, seed: int, sms: int = 3, module: types.ModuleType | None = None) -> Iterator[None]:
+def simulated_k_gemm(
+    policy: str, seed: int, sms: int = 3, module: types.ModuleType | None = None, counted: bool | None = None
+) -> Iterator[None]:
     """In this block the public functions run on a simulated GPU of ``sms`` multiprocessors.
 
     Args:
         module: has the kernels that run instead of those of the same names in the package.
+        counted: programs take their tiles from a counter; default: but for one seed in three.
     """
+    counted = seed % 3 != 0 if counted is None else counted
+    counter = torch.zeros(1, dtype=torch.int32) if counted else None
 
     def k_gemm(operands, tile, grid):
-        kernel, arguments = launch.k_arguments_of(operands, tile)
+        kernel, arguments = launch.k_arguments_of(operands, tile, counter)
         if module is not None:
             kernel = getattr(module, kernel.fn.__name__)
         gluon_sim.launch(kernel, (grid,), (), dict(arguments, num_warps=4), policy=policy, seed=seed)
+        assert counter is None or counter.item() == 0, "the counter of tiles is not zero for the next launch"
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(launch, "k_gemm", k_gemm))
@@ -70,12 +76,14 @@ class Run:
 
     Attributes:
         ends: instead of the case's own; see ``run_bounded``.
+        counted: see ``simulated_k_gemm``.
     """
 
     case: KCase
     tile: Tile | None = None
     sms: int = 3
     ends: tuple[int, ...] | None = None
+    counted: bool | None = None
 
     @property
     def module(self) -> types.ModuleType:
@@ -83,7 +91,7 @@ class Run:
 
     def __call__(self, module: types.ModuleType | None, policy: str, seed: int) -> None:
         instance = instance_of(self.case)
-        with simulated_k_gemm(policy, seed, self.sms, module):
+        with simulated_k_gemm(policy, seed, self.sms, module, self.counted):
             if self.ends is not None:
                 run_bounded(instance, self.ends, self.tile)
                 return

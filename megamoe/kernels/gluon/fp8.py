@@ -125,7 +125,7 @@ def load_tiles(
     mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
     notes.index(s).store(pieces.tile_note(it * 0, 0, 0, 0))
     mbarrier.arrive(full.index(s), count=2)
-    schedule.leave(tile, state, counter, counted)
+    schedule.leave(tile, state[1], counter, counted)
 
 
 @gluon.jit

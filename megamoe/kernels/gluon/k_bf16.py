@@ -33,6 +33,8 @@ def load_tiles(
     bars,
     bufs,
     index,
+    counter,
+    counted,
     num_rows,
     num_experts,
     m,
@@ -75,16 +77,15 @@ def load_tiles(
                 tma_load(a_desc, [row, shift, a_col + 64 * c], full.index(s), a_bufs.index(2 * s + c))
             tma_load(b_desc, [row, shift, b_col], full.index(s), b_bufs.index(s))
             it += 1
-            if step == 0:
-                # Looks for the next tile while the ring is full.
-                turn += gl.num_programs(0)
-                before = place
-                place, pausing = k_schedule.shared_tile(turn, first_shared)
-                tile, expert, steps = k_schedule.seek(tile + place - before, expert, steps, walk, ROWS, LEAST)
+        turn = schedule.next_tile(turn, counter, counted)
+        before = place
+        place, pausing = k_schedule.shared_tile(turn, first_shared)
+        tile, expert, steps = k_schedule.seek(tile + place - before, expert, steps, walk, ROWS, LEAST)
     s = it % STAGES
     mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
     notes.index(s).store(pieces.tile_note(it * 0, 0, 0, 0))
     mbarrier.arrive(full.index(s), count=1)
+    schedule.leave(turn, k_schedule.turns_of(place - tile, first_shared), counter, counted)
 
 
 @gluon.jit
@@ -163,14 +164,16 @@ def consume_tiles(
 
 
 @gluon.jit(
-    do_not_specialize=["num_rows", "num_experts", "m", "n"],
-    do_not_specialize_on_alignment=["index"],
+    do_not_specialize=["counted", "num_rows", "num_experts", "m", "n"],
+    do_not_specialize_on_alignment=["index", "counter"],
 )
 def k_grouped_bf16_gemm_kernel(
     a_desc,
     b_desc,
     d_desc,
     index,
+    counter,
+    counted,
     num_rows,
     num_experts,
     m,
@@ -186,7 +189,7 @@ def k_grouped_bf16_gemm_kernel(
     Args:
         a_desc, b_desc: A and B as [rows, ROWS, columns], see above; boxes [1, ROWS, 64] and [1, ROWS, 256].
         d_desc: D [experts, M, N], boxes [1, 64, columns that are stored at a time].
-        index: int32 [experts], ends of the psum layout.
+        index: int32 [experts], ends of the psum layout. counter, counted: see ``schedule``.
         ADD: the sums are added to D.
     """
     ROWS: gl.constexpr = a_desc.block_shape[1]
@@ -213,7 +216,22 @@ def k_grouped_bf16_gemm_kernel(
             (consume_tiles, (d_desc, bars, bufs, d_bufs, STAGES, SKEW, ADD, 1)),
             (
                 load_tiles,
-                (a_desc, b_desc, bars, bufs, index, num_rows, num_experts, m, n, STAGES, GROUP_M, ADD),
+                (
+                    a_desc,
+                    b_desc,
+                    bars,
+                    bufs,
+                    index,
+                    counter,
+                    counted,
+                    num_rows,
+                    num_experts,
+                    m,
+                    n,
+                    STAGES,
+                    GROUP_M,
+                    ADD,
+                ),
             ),
         ],
         [4, 1],

@@ -52,6 +52,8 @@ def load_tiles(
     bufs,
     sfb_ptr,
     index,
+    counter,
+    counted,
     num_rows,
     num_experts,
     m,
@@ -74,7 +76,8 @@ def load_tiles(
     sfb_cols = (n + 127) // 128
     it = 0
     cleared = 0
-    tile, expert, steps = k_schedule.first_tile(walk, gl.program_id(0), 128, LEAST)
+    place = gl.program_id(0)
+    tile, expert, steps = k_schedule.first_tile(walk, place, 128, LEAST)
     while steps >= LEAST:
         m_block, n_block = schedule.tile_in_group(tile, num_m, num_n, GROUP_M)
         a_col = m_block * 128
@@ -108,9 +111,11 @@ def load_tiles(
             it += 1
             block += 1
             rows -= 128
-            if step == 0:
+            if step == tile_steps - 1:
                 # Looks for the next tile while the ring is full.
-                tile, expert, steps = k_schedule.seek(tile + gl.num_programs(0), expert, steps, walk, 128, LEAST)
+                before = place
+                place = schedule.next_tile(place, counter, counted)
+                tile, expert, steps = k_schedule.seek(tile + place - before, expert, steps, walk, 128, LEAST)
             if kept > 0:
                 mbarrier.wait(bar, cleared & 1)
                 clear_rest(a_bufs.index(s), kept, 128)
@@ -122,6 +127,7 @@ def load_tiles(
     mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
     notes.index(s).store(pieces.tile_note(it * 0, 0, 0, 0))
     mbarrier.arrive(full.index(s), count=2 if BLOCKS else 1)
+    schedule.leave(place, place - tile, counter, counted)
 
 
 @gluon.jit
@@ -252,8 +258,8 @@ def consume_tiles(
 
 
 @gluon.jit(
-    do_not_specialize=["num_rows", "num_experts", "m", "n"],
-    do_not_specialize_on_alignment=["sfb_ptr", "index"],
+    do_not_specialize=["counted", "num_rows", "num_experts", "m", "n"],
+    do_not_specialize_on_alignment=["sfb_ptr", "index", "counter"],
 )
 def k_grouped_fp8_gemm_kernel(
     a_desc,
@@ -263,6 +269,8 @@ def k_grouped_fp8_gemm_kernel(
     sfb_ptr,
     d_desc,
     index,
+    counter,
+    counted,
     num_rows,
     num_experts,
     m,
@@ -280,7 +288,7 @@ def k_grouped_fp8_gemm_kernel(
         sfa_desc, sfb_desc: their scales, fp32 [rows / 128, columns], boxes [1, 128] and [1, 256].
         sfb_ptr: B's scales with BLOCKS, fp32 [rows / 128, columns / 128]; sfb_desc is not used then.
         d_desc: D [experts, M, N], boxes [1, 64, columns that are stored at a time].
-        index: int32 [experts], ends of the psum layout.
+        index: int32 [experts], ends of the psum layout. counter, counted: see ``schedule``.
         ADD: the sums are added to D.
     """
     a_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 1, 128], a_desc.layout)
@@ -310,7 +318,23 @@ def k_grouped_fp8_gemm_kernel(
             (consume_tiles, (d_desc, bars, bufs, d_bufs, STAGES, ADD, BLOCKS, 1)),
             (
                 load_tiles,
-                (descs, bars, bufs, sfb_ptr, index, num_rows, num_experts, m, n, STAGES, GROUP_M, ADD, BLOCKS),
+                (
+                    descs,
+                    bars,
+                    bufs,
+                    sfb_ptr,
+                    index,
+                    counter,
+                    counted,
+                    num_rows,
+                    num_experts,
+                    m,
+                    n,
+                    STAGES,
+                    GROUP_M,
+                    ADD,
+                    BLOCKS,
+                ),
             ),
         ],
         [4, 1],

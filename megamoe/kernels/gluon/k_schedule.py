@@ -72,6 +72,12 @@ def shared_tile(turn, first):
 
 
 @gluon.jit
+def turns_of(tiles, first):
+    """How many turns there are for so many tiles: two for each that is shared."""
+    return tiles + gl.maximum(tiles - first, 0)
+
+
+@gluon.jit
 def first_tile(walk, tile, BLOCK_K: gl.constexpr, LEAST: gl.constexpr):
     """Where the ``tile``-th tile of all is: (its number among its expert's, expert, the expert's steps).
 

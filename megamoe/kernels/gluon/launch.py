@@ -196,10 +196,16 @@ def arguments_of(
         kernel, arguments = fp8.fp8_gemm_kernel, _wide_arguments(kind, x, tile, activation, clamp)
     else:
         kernel, arguments = skinny.fp8_skinny_gemm_kernel, _skinny_arguments(kind, x, tile)
-    arguments["counter"] = torch.empty(1, dtype=torch.int32, device=x.a.device) if counter is None else counter
-    arguments["counted"] = int(counter is not None)
+    arguments |= _counted(counter, x.a.device)
     plain = {name: value.value if isinstance(value, gl.constexpr) else value for name, value in arguments.items()}
     return kernel, plain
+
+
+def _counted(counter: torch.Tensor | None, device: torch.device) -> dict[str, Any]:
+    """What tells a kernel where its programs take tiles from."""
+    if counter is None:
+        return dict(counter=torch.empty(1, dtype=torch.int32, device=device), counted=0)
+    return dict(counter=counter, counted=1)
 
 
 def _stored(x: Operands) -> Any:
@@ -370,7 +376,7 @@ class KOperands:
 
 def k_gemm(x: KOperands, tile: Tile, sms: int) -> Callable[[], None]:
     """Computes into ``x.out``. Nothing is checked here; ``gemm_k`` does. Returns the launch, as ``gemm``."""
-    kernel, arguments = k_arguments_of(x, tile)
+    kernel, arguments = k_arguments_of(x, tile, counter_of(x.out))
     return _launched(kernel, arguments, x.a.device.index, sms)
 
 
@@ -388,12 +394,13 @@ def _codes_by_sixteens(x: torch.Tensor, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, [width, rows // 16, 128], [rows, 16, 1], list(box), box_layout(box, x.dtype))
 
 
-def k_arguments_of(x: KOperands, tile: Tile) -> tuple[Any, dict[str, Any]]:
-    """The K-grouped kernel and its arguments by name, without ``num_warps``."""
+def k_arguments_of(x: KOperands, tile: Tile, counter: torch.Tensor | None = None) -> tuple[Any, dict[str, Any]]:
+    """The K-grouped kernel and its arguments by name, without ``num_warps``; ``counter`` as in ``arguments_of``."""
     columns = store_columns(tile.stages, x.form, x.out.element_size())
     common = dict(
         d_desc=descriptor(x.out, (1, 64, columns)),
         index=x.ends,
+        **_counted(counter, x.a.device),
         num_rows=x.a.shape[0],
         num_experts=x.out.shape[0],
         m=x.out.shape[1],

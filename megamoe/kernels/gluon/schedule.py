@@ -126,11 +126,11 @@ def find(tile, state, walk, counter, counted, BLOCK_M: gl.constexpr, GROUP_M: gl
 
 
 @gluon.jit
-def leave(tile, state, counter, counted):
-    """Sets the counter back for the next launch; ``tile`` and ``state``: as ``find`` left them at the end.
+def leave(tile, tiles, counter, counted):
+    """Sets the counter back for the next launch; ``tile``: the last answer. ``tiles``: how many there are.
 
     Each program that has had a tile has asked once in vain, and the tiles beyond the programs' first ones were asked
     for once: so many times as there are tiles. Whoever has asked last knows it.
     """
-    if (counted != 0) & (tile == gl.num_programs(0) + state[1] - 1):
+    if (counted != 0) & (tile == gl.num_programs(0) + tiles - 1):
         flags.clear(counter)
