@@ -82,7 +82,7 @@ ALLOWED_SPILLS = (
     ),
     AllowedSpill(
         "fp8_gemm_kernel",
-        lambda c: c["PRE"],
+        lambda c: c["PRE"] or c["BLOCK_M"] < 128,
         8,
         "between tiles gate and up are live with what they are stored by (triton 3.7)",
     ),
