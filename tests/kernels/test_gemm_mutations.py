@@ -272,8 +272,8 @@ SCHEDULE_BUGS = [
         "            tile += gl.num_programs(0)\n            state",
     ),
     Bug("leave: the counter stays", COUNTED, "flags.clear(counter)", "pass"),
-    Bug("leave: whoever leaves clears the counter", COUNTED, " & (tile == gl.num_programs(0) + state[1] - 1)", ""),
-    Bug("leave: counts the programs' first tiles alone", COUNTED, "+ state[1] - 1)", "- 1)"),
+    Bug("leave: whoever leaves clears the counter", COUNTED, " & (tile == gl.num_programs(0) + tiles - 1)", ""),
+    Bug("leave: counts the programs' first tiles alone", COUNTED, "+ tiles - 1)", "- 1)"),
     Bug(
         "bands: go forth only, and back from beyond",
         FP8_BANDS,
