@@ -117,16 +117,20 @@ def _skinny_stages(block_m: int, block_n: int, k_blocks: int, swap: bool, out_by
     return min((SHARED_MEMORY - RESERVED - scratch) // stage_bytes(block_m, block_n, k_blocks), 12)
 
 
-def _group_m(problem: Problem, block_m: int) -> int:
-    """Row blocks per band: measured best widths. One block per group: stay inside a group; many: wide bands."""
+def _group_m(problem: Problem, block_m: int, size: int = 1) -> int:
+    """Row blocks per band: measured best widths. One block per group: stay inside a group; many: wide bands, as far as
+    L2 holds the rows beside the columns. ``size``: bytes of an element."""
     blocks = _ceil(problem.rows, block_m)
+    if blocks >= 32 and problem.k * size <= 4096:
+        return 32
     return 1 if blocks <= 1 else 4 if blocks < 6 else 8 if blocks < 16 else 16
 
 
 def legal_tiles(problem: Problem, dtype: str = "fp8") -> list[Tile]:
     """Every tile that computes the problem rightly, best guess of the other fields included."""
     num_k = _ceil(problem.k, 128)
-    wide = Tile(128, 256, 4, _group_m(problem, 128), skew=2 if dtype == "bf16" else 0)
+    size = 2 if dtype == "bf16" else 1
+    wide = Tile(128, 256, 4, _group_m(problem, 128, size), skew=2 if dtype == "bf16" else 0)
     tiles = [wide]
     if problem.rows <= 256 and num_k >= 2:
         # Beside two stages at a time: across experts, which pays only when each row of weights is long.

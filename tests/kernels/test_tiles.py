@@ -115,6 +115,18 @@ def test_more_multiprocessors_never_cost_more(problem):
     assert cost(tile, replace(problem, sms=2 * problem.sms)) <= cost(tile, problem) + 1e-9
 
 
+@pytest.mark.parametrize(
+    ("rows", "k", "dtype", "bands"),
+    [
+        (1, 7168, "fp8", 1), (128, 7168, "fp8", 1), (600, 7168, "fp8", 4), (1024, 7168, "fp8", 8),
+        (4096, 7168, "fp8", 16), (4096, 4096, "fp8", 32), (4096, 4096, "bf16", 16), (4096, 2048, "bf16", 32),
+        (3900, 2048, "bf16", 16),
+    ],
+)  # fmt: skip
+def test_bands_are_as_wide_as_a_group_and_l2_allow(rows, k, dtype, bands):
+    assert legal_tiles(Problem(rows, 8, 7168, k, "psum", 132), dtype)[0].group_m == bands
+
+
 def test_few_rows_take_narrow_tiles_and_many_the_wide_one():
     assert not choose_tile(DECODE).is_wide
     assert choose_tile(PREFILL).is_wide
