@@ -188,6 +188,7 @@ def test_tiles(form, out_bytes):
         Tile(128, 256, 3, group_m=0),
         Tile(128, 256, 3, together=2),
         Tile(128, 256, 3, skew=3),
+        Tile(128, 256, 3, halved=True),
     ):
         assert not is_legal_k(other, form, out_bytes), other
     assert is_legal_k(Tile(128, 256, 2), form, out_bytes)

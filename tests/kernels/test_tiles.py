@@ -127,6 +127,23 @@ def test_bands_are_as_wide_as_a_group_and_l2_allow(rows, k, dtype, bands):
     assert legal_tiles(Problem(rows, 8, 7168, k, "psum", 132), dtype)[0].group_m == bands
 
 
+def test_half_tiles_where_whole_ones_leave_multiprocessors_idle():
+    """64 tiles of 128 rows for 132 multiprocessors, but not 128 of them; and with an activation only."""
+    few = Problem(128, 8, 2048, 4096, "contiguous", 132, True, 1, 8)
+    assert choose_tile(few).halved
+    assert not choose_tile(replace(few, n=4096)).halved
+    assert not any(tile.halved for tile in legal_tiles(replace(few, wide_only=False)))
+    assert not any(tile.halved for tile in legal_tiles(few, "bf16"))
+    half = Tile(128, 256, 3, halved=True)
+    assert tiles.is_legal(half, few) and not tiles.is_legal(half, replace(few, wide_only=False))
+
+
+def test_blocks_that_are_known_count():
+    """77 blocks of skewed experts, where the usual rows of an expert would make 96."""
+    usual = Problem(308, 32, 1536, 4096, "contiguous", 132)
+    assert choose_tile(usual).block_n == 192 and choose_tile(replace(usual, blocks=77)).block_n == 256
+
+
 def test_few_rows_take_narrow_tiles_and_many_the_wide_one():
     assert not choose_tile(DECODE).is_wide
     assert choose_tile(PREFILL).is_wide

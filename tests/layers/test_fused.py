@@ -374,6 +374,20 @@ def test_refused(case, plain_buffer, monkeypatch):
         refused(plain_buffer, **changes)
 
 
+def test_chosen_settings_fit_a_small_pool(plain_buffer, monkeypatch):
+    """Settings that are passed are taken as they are, and refused."""
+    monkeypatch.setattr(fused, "_all_sms", lambda device, settings, fp8: 132)
+    plan = plain_buffer.plan
+    block = 128 * (plan.hidden_size + 128 + (plan.hidden_size + 128) // 128 * 4)
+    for blocks, group, lag in ((2, 1, 1), (5, 2, 3), (20, 8, 12), (50, 8, 32)):
+        experts = fused_experts(plain_buffer, plan, 128, num_rows=128 * 64, pool_bytes=blocks * block)
+        assert experts.plan.pool_blocks == blocks
+        assert (experts.settings.group, experts.settings.lag) == (group, lag)
+    with fails(ValueError, "pool_bytes", 2 * block, "must hold lag + group = 3 blocks"):
+        settings = replace(SETTINGS, group=2, lag=1)
+        fused_experts(plain_buffer, plan, 128, num_rows=128 * 64, pool_bytes=2 * block, settings=settings)
+
+
 def test_plans_beyond_the_buffer(plain_buffer):
     """A smaller plan runs, a larger one does not fit."""
     with pytest.raises(ValueError, match="must not need more in any region"):

@@ -184,6 +184,43 @@ def store_part(d_desc, d_ptr, d_buf, row, col, valid, n, sums, OUT: gl.constexpr
 
 
 @gluon.jit
+def store_last(
+    places,
+    results,
+    last,
+    f0,
+    f1,
+    LAYOUT: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    CLAMP: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    OUT: gl.constexpr,
+):
+    """What is left of a tile when the next one's first wave runs: all with an activation, else the second wave's."""
+    d_desc, d_buf, d1_desc, d1_buf = places
+    row, col, valid, expert = last
+    if ACTIVATION != pieces.NONE:
+        store_activated(
+            d_desc,
+            d_buf,
+            results,
+            row,
+            col,
+            valid,
+            expert,
+            f0,
+            f1,
+            LAYOUT,
+            ACTIVATION,
+            CLAMP,
+            WEIGHTED,
+            OUT,
+        )
+    else:
+        store_part(d1_desc, results[0], d1_buf, row, col, valid, results[6], f1, OUT)
+
+
+@gluon.jit
 def consume_tiles(
     d_descs,
     d_ptr,
@@ -236,6 +273,7 @@ def consume_tiles(
     num_k = (k + 127) // 128
     columns = n // 2 if BOTH else n
     results = (d_ptr, sf_ptr, sf_stride, weights_ptr, clamp, num_rows, columns)
+    places = (d_desc, d_buf, d1_desc, d1_buf)
     f0 = gl.full([64, W0], 0.0, gl.float32, L)
     f1 = gl.full([64, W1], 0.0, gl.float32, L1)
     p = f0
@@ -270,25 +308,8 @@ def consume_tiles(
             pieces.wait_turn(C)
             running = wave(a_bufs, b_bufs, s, C, p)
             pieces.pass_turn(C)
-            if BOTH:
-                store_activated(
-                    d_desc,
-                    d_buf,
-                    results,
-                    last_row,
-                    last_col,
-                    last_valid,
-                    last_expert,
-                    f0,
-                    f1,
-                    LAYOUT,
-                    ACTIVATION,
-                    CLAMP,
-                    WEIGHTED,
-                    OUT,
-                )
-            else:
-                store_part(d1_desc, d_ptr, d1_buf, last_row, last_col, last_valid, columns, f1, OUT)
+            last = (last_row, last_col, last_valid, last_expert)
+            store_last(places, results, last, f0, f1, LAYOUT, ACTIVATION, CLAMP, WEIGHTED, OUT)
             if BIAS:
                 f0 = pieces.bias_rows(bias_ptr, col + first, expert, n, L, 64, W0)
             p = warpgroup_mma_wait(0, deps=[running])
@@ -362,25 +383,8 @@ def consume_tiles(
         s = it % STAGES
         mbarrier.wait(full.index(s), (it // STAGES) & 1)
         row, n_block, valid, expert = pieces.read_note(notes.index(s), LR)
-    if BOTH:
-        store_activated(
-            d_desc,
-            d_buf,
-            results,
-            last_row,
-            last_col,
-            last_valid,
-            last_expert,
-            f0,
-            f1,
-            LAYOUT,
-            ACTIVATION,
-            CLAMP,
-            WEIGHTED,
-            OUT,
-        )
-    else:
-        store_part(d1_desc, d_ptr, d1_buf, last_row, last_col, last_valid, columns, f1, OUT)
+    last = (last_row, last_col, last_valid, last_expert)
+    store_last(places, results, last, f0, f1, LAYOUT, ACTIVATION, CLAMP, WEIGHTED, OUT)
     tma.store_wait(0)
 
 

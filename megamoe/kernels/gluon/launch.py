@@ -190,13 +190,14 @@ def arguments_of(
     Args:
         counter: int32 ``[1]``, zero, from which programs take tiles; None: at fixed distances.
     """
+    counted = _counted(counter, x.a.device)
     if x.a.dtype == torch.bfloat16:
-        kernel, arguments = bf16.bf16_gemm_kernel, _bf16_arguments(kind, x, tile, activation, clamp, transposed_b)
+        kernel = bf16.bf16_gemm_kernel
+        arguments = _bf16_arguments(kind, x, tile, counted, activation, clamp, transposed_b)
     elif tile.is_wide:
-        kernel, arguments = fp8.fp8_gemm_kernel, _wide_arguments(kind, x, tile, activation, clamp)
+        kernel, arguments = fp8.fp8_gemm_kernel, _wide_arguments(kind, x, tile, counted, activation, clamp)
     else:
-        kernel, arguments = skinny.fp8_skinny_gemm_kernel, _skinny_arguments(kind, x, tile)
-    arguments |= _counted(counter, x.a.device)
+        kernel, arguments = skinny.fp8_skinny_gemm_kernel, _skinny_arguments(kind, x, tile, counted)
     plain = {name: value.value if isinstance(value, gl.constexpr) else value for name, value in arguments.items()}
     return kernel, plain
 
@@ -216,7 +217,9 @@ def _stored(x: Operands) -> Any:
     return pieces.FP32 if x.c is None else pieces.ADD_FP32
 
 
-def _wide_arguments(kind: str, x: Operands, tile: Tile, activation: str | None, clamp: float | None) -> dict[str, Any]:
+def _wide_arguments(
+    kind: str, x: Operands, tile: Tile, counted: dict[str, Any], activation: str | None, clamp: float | None
+) -> dict[str, Any]:
     experts, n, k = x.b.shape
     second = tile.block_n - 128
     b = x.b.view(experts * n, k)
@@ -235,8 +238,7 @@ def _wide_arguments(kind: str, x: Operands, tile: Tile, activation: str | None, 
         sf_ptr=x.b_scales if x.out_scales is None else x.out_scales,
         weights_ptr=x.b_scales if x.row_weights is None else x.row_weights,
         index=x.index,
-        counter=None,
-        counted=0,
+        **counted,
         num_rows=x.num_rows,
         num_experts=experts,
         n8=n // 8,
@@ -266,7 +268,7 @@ def _halves(pre: torch.Tensor) -> TensorDescriptor:
     return TensorDescriptor(pre, [2, rows, columns // 2], strides, list(box), box_layout(box, pre.dtype))
 
 
-def _skinny_arguments(kind: str, x: Operands, tile: Tile) -> dict[str, Any]:
+def _skinny_arguments(kind: str, x: Operands, tile: Tile, counted: dict[str, Any]) -> dict[str, Any]:
     experts, n, k = x.b.shape
     scale_columns = max(32, tile.block_m)
     return dict(
@@ -277,8 +279,7 @@ def _skinny_arguments(kind: str, x: Operands, tile: Tile) -> dict[str, Any]:
         d_ptr=x.out,
         bias_ptr=x.b_scales if x.bias is None else x.bias,
         index=x.index,
-        counter=None,
-        counted=0,
+        **counted,
         num_rows=x.num_rows,
         num_experts=experts,
         n8=n // 8,
@@ -298,7 +299,13 @@ def _skinny_arguments(kind: str, x: Operands, tile: Tile) -> dict[str, Any]:
 
 
 def _bf16_arguments(
-    kind: str, x: Operands, tile: Tile, activation: str | None, clamp: float | None, transposed_b: bool
+    kind: str,
+    x: Operands,
+    tile: Tile,
+    counted: dict[str, Any],
+    activation: str | None,
+    clamp: float | None,
+    transposed_b: bool,
 ) -> dict[str, Any]:
     experts, n, k = x.b.shape
     if transposed_b:
@@ -323,8 +330,7 @@ def _bf16_arguments(
         start_ptr=start_ptr,
         weights_ptr=x.index if x.row_weights is None else x.row_weights,
         index=x.index,
-        counter=None,
-        counted=0,
+        **counted,
         num_rows=x.num_rows,
         num_experts=experts,
         n8=n // 8,

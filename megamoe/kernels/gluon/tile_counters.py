@@ -28,16 +28,13 @@ class Counters:
     def __init__(self, words: torch.Tensor):
         self._words = words
         self._of_span: dict[int, torch.Tensor] = {}
-        self._lock = threading.Lock()
 
     def of(self, out: torch.Tensor) -> torch.Tensor | None:
         """The counter of launches that write ``out``, or None if all have been given away."""
-        span = out.data_ptr() // SPAN
-        with self._lock:
-            index = len(self._of_span)
-            if span not in self._of_span and index < self._words.numel():
-                self._of_span[span] = self._words[index : index + 1]
-            return self._of_span.get(span)
+        span, index = out.data_ptr() // SPAN, len(self._of_span)
+        if span not in self._of_span and index < self._words.numel():
+            self._of_span[span] = self._words[index : index + 1]
+        return self._of_span.get(span)
 
 
 _devices: dict[int, Counters] = {}
@@ -61,4 +58,4 @@ def counter_of(out: torch.Tensor) -> torch.Tensor | None:
             _devices[index] = Counters(torch.zeros(MOST, dtype=torch.int32, device=out.device))
             # Other streams may use them first.
             torch.cuda.synchronize(out.device)
-    return _devices[index].of(out)
+        return _devices[index].of(out)
